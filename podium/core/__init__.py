@@ -1,0 +1,1 @@
+"""Batch, schema, settings, metrics, seeds, errors: what every other room stands on."""

@@ -1,0 +1,241 @@
+"""The sections that recipes are made of. Each default and its docstring stand once, here."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from podium.core.config import Settings
+
+Dtype = Literal["float32", "bfloat16", "auto"]
+
+
+class ModelSettings(Settings):
+    path: str
+    """A Hugging Face folder, a hub name, or a GGUF file."""
+    dtype: Dtype = "auto"
+    """Parameters' dtype. `auto`: bfloat16 where the device multiplies it natively, else float32."""
+    reference_path: str | None = None
+    """The reference model; by default the actor's starting weights."""
+    critic_path: str | None = None
+    """The critic's starting weights; by default the actor's, with a new value head."""
+    reward_path: str | None = None
+    """A sequence-classification model that scores responses (in addition to `rewards`)."""
+    trust_remote_code: bool = False
+    """Run python code that ships with the model. Off unless asked."""
+    chat_template: str | None = None
+    """Overrides the tokenizer's chat template."""
+
+
+class DataSettings(Settings):
+    path: str
+    """JSONL or parquet file, a `datasets` folder or name, or `reasoning_gym:TASK`."""
+    eval_path: str | None = None
+    """Held-out data, same forms. By default `eval_samples` rows are kept out of `path`."""
+    eval_samples: int = Field(default=0, ge=0)
+    """Rows to hold out of `path` when there is no `eval_path`; with one, how many of its rows to use (0: all)."""
+    prompt_column: str = "prompt"
+    """Column with the prompt (text or chat messages), where the format is not detected from known columns."""
+    system_prompt: str | None = None
+    """Put before every prompt."""
+    chat: Literal["auto", "always", "never"] = "auto"
+    """Apply the chat template: to message lists only (`auto`), to plain text too, or never."""
+    max_prompt_tokens: int = Field(default=1024, gt=0)
+    """The longest prompt, in tokens."""
+    too_long: Literal["drop", "truncate", "error"] = "drop"
+    """What becomes of a longer prompt: dropped (counted and said), cut on the left, or an error."""
+    shuffle: bool = True
+    """New order every epoch, from the run's seed."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """For generated data (`reasoning_gym:TASK`): `size`, `seed`, and the task's own settings."""
+
+
+class RewardSettings(Settings):
+    function: str
+    """`module:function`, `file.py:function`, or a built-in (`math_verify`, `reasoning_gym`, `exact_match`)."""
+    name: str | None = None
+    """Name in the metrics; by default the function's."""
+    weight: float = 1.0
+    """Its factor in the sum of rewards."""
+    on_error: Literal["raise", "skip"] = "raise"
+    """A reward that raises: an error that names the sample, or the sample is left out of the update and counted."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Passed to the function as keywords."""
+
+
+class RolloutSettings(Settings):
+    engine: str = "native"
+    """`native` (in process, the trainer's own weights) or `hf` (plain generate, slow, the oracle)."""
+    max_new_tokens: int = Field(default=256, gt=0)
+    """The longest response, in tokens."""
+    temperature: float = Field(default=1.0, ge=0)
+    """Sampling temperature; 0 is greedy. Training's log-probs use it too."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus sampling."""
+    top_k: int = Field(default=0, ge=0)
+    """Sample among the k likeliest tokens (0: all)."""
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    """Leave out tokens less likely than this share of the likeliest."""
+    stop: list[str] = Field(default_factory=list)
+    """Strings that end a response (kept in it)."""
+    max_concurrent: int = Field(default=256, gt=0)
+    """Sequences decoded at once."""
+    backend_options: dict[str, Any] = Field(default_factory=dict)
+    """What belongs to one engine alone."""
+
+
+class OptimizerSettings(Settings):
+    lr: float = Field(default=1e-6, gt=0)
+    """Peak learning rate."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's decay rates."""
+    eps: float = Field(default=1e-8, gt=0)
+    """AdamW's epsilon."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled weight decay (matrices only)."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """After warm-up: keep, or decay to `min_lr_ratio` over the run's updates."""
+    warmup_updates: int = Field(default=0, ge=0)
+    """Linear warm-up, in optimizer updates."""
+    min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
+    """The end of the decay as a share of `lr`."""
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    """Gradients are scaled down to this norm."""
+
+
+class BatchSettings(Settings):
+    prompts_per_step: int = Field(default=32, gt=0)
+    """Prompts (rows, where nothing is generated) taken from the data in a step."""
+    group_size: int = Field(default=8, gt=0)
+    """Responses sampled per prompt."""
+    minibatch_sequences: int = Field(default=0, ge=0)
+    """Sequences per optimizer update; 0: all of a step, one update."""
+    epochs: int = Field(default=1, gt=0)
+    """Passes over a step's sequences."""
+    microbatch_tokens: int = Field(default=8192, gt=0)
+    """Tokens in one forward and backward pass. Changes memory and speed, never the gradient."""
+
+    @property
+    def sequences_per_step(self) -> int:
+        return self.prompts_per_step * self.group_size
+
+    @property
+    def updates_per_step(self) -> int:
+        per_update = self.minibatch_sequences or self.sequences_per_step
+        return self.epochs * (self.sequences_per_step // per_update)
+
+    @model_validator(mode="after")
+    def _divides(self) -> BatchSettings:
+        n, m = self.sequences_per_step, self.minibatch_sequences
+        if m and n % m:
+            near = [d for d in range(1, n + 1) if n % d == 0]
+            best = min(near, key=lambda d: abs(d - m))
+            raise ValueError(
+                f"minibatch_sequences={m} does not divide the step's {n} sequences "
+                f"({self.prompts_per_step} prompts x {self.group_size}); {best} would"
+            )
+        return self
+
+
+class KLSettings(Settings):
+    coef: float = Field(default=0.0, ge=0)
+    """Weight of the KL term; 0: no reference model is loaded."""
+    place: Literal["reward", "loss"] = "loss"
+    """Subtracted from each token's reward, or added to the loss."""
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Schulman's estimators."""
+    controller: Literal["adaptive", "fixed", "none"] = "fixed"
+    """How `coef` moves: towards `target`, not at all, or no KL at all."""
+    target: float = Field(default=0.05, gt=0)
+    """KL per sequence that the adaptive controller aims at, in nats."""
+    horizon: int = Field(default=10_000, gt=0)
+    """The adaptive controller's horizon, in sequences."""
+
+
+class EvaluationSettings(Settings):
+    every_steps: int = Field(default=0, ge=0)
+    """Evaluate on the held-out rows every so many steps (0: at the start and the end only)."""
+    at_start: bool = True
+    """Also before the first step."""
+    temperature: float = Field(default=0.0, ge=0)
+    """Sampling temperature of the evaluation; 0 is greedy."""
+    max_concurrent: int = Field(default=256, gt=0)
+    """Sequences decoded at once."""
+
+
+class CheckpointSettings(Settings):
+    every_steps: int = Field(default=0, ge=0)
+    """Save all state every so many steps (0: at the end and on Ctrl-C only)."""
+    keep: int = Field(default=2, gt=0)
+    """The newest so many are kept."""
+    export: bool = True
+    """Write a Hugging Face folder at the end."""
+
+
+class RunSettings(Settings):
+    name: str | None = None
+    """The run's name; by default the algorithm and the time."""
+    folder: str = "runs"
+    """Where run folders go."""
+    steps: int = Field(default=100, gt=0)
+    """Training steps."""
+    seed: int = Field(default=0, ge=0)
+    """All randomness follows from it."""
+    device: str = "auto"
+    """`cpu`, `cuda`, `cuda:1`; `auto` takes a GPU where there is one."""
+    threads: int = Field(default=0, ge=0)
+    """CPU threads for torch (0: torch's choice)."""
+    trackers: list[str] = Field(default_factory=lambda: ["tensorboard"])
+    """`tensorboard`, `wandb`, `mlflow`; metrics.jsonl is always written."""
+    log_samples: int = Field(default=8, ge=0)
+    """Rollouts written to the run folder per step."""
+    progress: bool = True
+    """Show progress bars (off when the output is no terminal)."""
+
+
+class RecipeSettings(Settings):
+    """What every recipe has; an algorithm's own class adds its section."""
+
+    algorithm: str
+    """The recipe's name."""
+    model: ModelSettings
+    """Models and tokenizer."""
+    data: DataSettings
+    """Where prompts or examples come from."""
+    batch: BatchSettings = Field(default_factory=BatchSettings)
+    """Sizes: each says its unit."""
+    optimizer: OptimizerSettings = Field(default_factory=OptimizerSettings)
+    """The actor's optimizer."""
+    evaluation: EvaluationSettings = Field(default_factory=EvaluationSettings)
+    """Held-out evaluation."""
+    checkpoint: CheckpointSettings = Field(default_factory=CheckpointSettings)
+    """Saving and resuming."""
+    run: RunSettings = Field(default_factory=RunSettings)
+    """The run itself."""
+
+    @field_validator("algorithm")
+    @classmethod
+    def _lower(cls, value: str) -> str:
+        return value.lower()
+
+
+class OnlineSettings(RecipeSettings):
+    """Recipes that generate: rewards and rollout."""
+
+    rewards: list[RewardSettings] = Field(default_factory=list)
+    """Reward sources, summed by weight."""
+    rollout: RolloutSettings = Field(default_factory=RolloutSettings)
+    """How responses are sampled."""
+    kl: KLSettings = Field(default_factory=KLSettings)
+    """The KL term against the reference."""
+    clip_low: float = Field(default=0.2, gt=0, lt=1)
+    """The ratio is clipped below 1 - clip_low."""
+    clip_high: float = Field(default=0.2, gt=0)
+    """The ratio is clipped above 1 + clip_high."""
+    dual_clip: float | None = Field(default=None, gt=1)
+    """Lower bound on the objective for negative advantages (Ye et al. 2020); None: off."""
+    entropy_coef: float = Field(default=0.0, ge=0)
+    """Entropy bonus."""
+    loss_reduction: Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"] = "token_mean"
+    """How token losses become one number."""
