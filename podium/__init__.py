@@ -1,0 +1,46 @@
+"""Podium: reinforcement-learning post-training of language models.
+
+Importing this package loads nothing heavy: every public name is fetched from its module on first use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from podium.algorithms.estimate import estimate_advantages
+    from podium.algorithms.kl import KLController
+    from podium.controller.resource_pool import ResourcePool
+    from podium.core.batch import Batch
+    from podium.stages import GRPOStage, PPOStage, RewardStage, RolloutStage
+    from podium.trainer import LLMTrainer, Trainer, train
+    from podium.workers import ActorModel, CriticModel, RewardModel, load_reward_model
+
+_HOMES = {
+    "podium.core.batch": ("Batch",),
+    "podium.algorithms.estimate": ("estimate_advantages",),
+    "podium.algorithms.kl": ("KLController",),
+    "podium.controller.resource_pool": ("ResourcePool",),
+    "podium.stages": ("GRPOStage", "PPOStage", "RewardStage", "RolloutStage"),
+    "podium.trainer": ("LLMTrainer", "Trainer", "train"),
+    "podium.workers": ("ActorModel", "CriticModel", "RewardModel", "load_reward_model"),
+}
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+
+__all__ = ["__version__", *_HOME_OF]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME_OF.get(name)
+    if home is None:
+        raise AttributeError(f"module 'podium' has no attribute '{name}'")
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME_OF})
