@@ -1,0 +1,222 @@
+"""A run's folder: resolved settings, metrics, sampled rollouts, checkpoints, the exported model.
+
+    runs/<name>/
+      settings.yaml              every setting, defaults written out
+      metrics.jsonl              one JSON object a step: step, time (Unix seconds), and the metrics
+      samples/step_000012.jsonl  some of that step's rollouts
+      checkpoints/  model/       all state at a step's border; the Hugging Face folder at the end
+      plot.png  summary.json     curves; what came out
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from io import TextIOWrapper
+from pathlib import Path
+from typing import Any
+
+from podium.core.errors import ConfigError
+
+_SAMPLES = re.compile(r"step_(\d+)\.jsonl")
+
+
+class RunFolder:
+    """Paths and files of one run. `create` makes a new one, `open` takes one that exists."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._metrics: TextIOWrapper | None = None
+        self._last_step: int | None = None
+
+    @classmethod
+    def create(cls, root: str | Path, name: str) -> RunFolder:
+        """A new folder `root/name`; where that is taken, `root/name-2`, `root/name-3`...: no run is overwritten.
+
+        Raises ConfigError for a name that is no file name, or a root that cannot be written to.
+        """
+        if not name or name in (".", "..") or "/" in name or os.sep in name:
+            raise ConfigError(f"'{name}' is not a name for a run", where="run.name", remedy="use a plain file name")
+        root = Path(root)
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            for candidate in _candidates(name):
+                try:
+                    (root / candidate).mkdir()
+                except FileExistsError:
+                    continue
+                run = cls(root / candidate)
+                run.samples.mkdir()
+                run.checkpoints.mkdir()
+                return run
+        except OSError as error:
+            raise ConfigError(
+                f"cannot make a run folder in '{root}': {error.strerror}", where="run.folder", remedy="choose another folder"
+            ) from None
+        raise AssertionError("unreachable")
+
+    @classmethod
+    def open(cls, path: str | Path) -> RunFolder:
+        """The run at `path`. Raises ConfigError when there is none."""
+        path = Path(path)
+        if not (path / "settings.yaml").is_file():
+            raise ConfigError(
+                f"no run at '{path}' (there is no settings.yaml in it)", where="run", remedy="give the path of a run folder"
+            )
+        return cls(path)
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def settings(self) -> Path:
+        return self.path / "settings.yaml"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def samples(self) -> Path:
+        return self.path / "samples"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def model(self) -> Path:
+        return self.path / "model"
+
+    @property
+    def plot(self) -> Path:
+        return self.path / "plot.png"
+
+    @property
+    def summary(self) -> Path:
+        return self.path / "summary.json"
+
+    def write_settings(self, text: str) -> None:
+        """The resolved settings, as YAML text."""
+        _write(self.settings, text)
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """What the run came to, as one JSON object."""
+        _write(self.summary, json.dumps(_plain(summary), indent=2, ensure_ascii=False) + "\n")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Appends one step's metrics and hands them to the operating system at once. A number that is not finite is null.
+
+        Raises ValueError where `step` is not after the last one logged.
+        """
+        if self._metrics is None:
+            self._last_step = _mend(self.metrics)
+            self._metrics = self.metrics.open("a", encoding="utf-8")
+        if self._last_step is not None and step <= self._last_step:
+            raise ValueError(f"step {step} is logged after step {self._last_step}: call rewind when a run goes back")
+        row = {"step": step, "time": round(time.time(), 3), **metrics}
+        self._metrics.write(json.dumps(_plain(row), ensure_ascii=False) + "\n")
+        self._metrics.flush()
+        self._last_step = step
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """Every logged step, in order; a last line that was cut off is left out."""
+        return list(read_jsonl(self.metrics))
+
+    def rewind(self, step: int) -> None:
+        """Drops what was logged and sampled after `step`: a run resumed from there writes it again."""
+        self.close()
+        if self.metrics.exists():
+            kept = [row for row in self.read_metrics() if row["step"] <= step]
+            _write(self.metrics, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept))
+        for file in self.samples.glob("step_*.jsonl"):
+            found = _SAMPLES.fullmatch(file.name)
+            if found and int(found[1]) > step:
+                file.unlink()
+
+    def write_samples(self, step: int, rows: Iterable[Mapping[str, Any]]) -> Path:
+        """A step's rollouts, one JSON object a line: prompt, response, rewards, finish_reason, group_id as given."""
+        path = self.samples / f"step_{step:06d}.jsonl"
+        self.samples.mkdir(exist_ok=True)
+        _write(path, "".join(json.dumps(_plain(row), ensure_ascii=False) + "\n" for row in rows))
+        return path
+
+    def close(self) -> None:
+        """Closes the metrics file; logging opens it again."""
+        if self._metrics is not None:
+            self._metrics.close()
+            self._metrics = None
+
+    def __repr__(self) -> str:
+        return f"RunFolder({str(self.path)!r})"
+
+
+def latest_run(root: str | Path, prefix: str = "") -> RunFolder | None:
+    """The run in `root` that was written to last, among those whose names start with `prefix`."""
+    runs = [p.parent for p in Path(root).glob("*/settings.yaml") if p.parent.name.startswith(prefix)]
+    return RunFolder(max(runs, key=_touched)) if runs else None
+
+
+def read_jsonl(path: str | Path) -> Iterator[dict[str, Any]]:
+    """The objects in a JSON-lines file, up to the first line that is not whole; nothing when there is no file."""
+    path = Path(path)
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            try:
+                yield json.loads(line)
+            except json.JSONDecodeError:
+                return
+
+
+def _touched(run: Path) -> float:
+    metrics = run / "metrics.jsonl"
+    return (metrics if metrics.exists() else run / "settings.yaml").stat().st_mtime
+
+
+def _candidates(name: str) -> Iterator[str]:
+    yield name
+    number = 2
+    while True:
+        yield f"{name}-{number}"
+        number += 1
+
+
+def _mend(path: Path) -> int | None:
+    """Cuts off a last line that a killed run left half-written; returns the last whole step."""
+    if not path.exists():
+        return None
+    data = path.read_bytes()
+    whole = data[: data.rfind(b"\n") + 1]
+    if len(whole) != len(data):
+        os.truncate(path, len(whole))
+    lines = whole.splitlines()
+    return int(json.loads(lines[-1])["step"]) if lines else None
+
+
+def _write(path: Path, text: str) -> None:
+    """Whole or not at all: a reader never sees half a file."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no NaN or infinity, and knows no NumPy or torch scalars."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, Path):
+        return str(value)
+    if hasattr(value, "item") and not isinstance(value, str):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from podium.core.errors import ConfigError
+from podium.runs.folder import RunFolder, latest_run, read_jsonl
+
+
+def test_create_never_overwrites(tmp_path: Path) -> None:
+    first = RunFolder.create(tmp_path / "runs", "grpo")
+    first.write_settings("algorithm: grpo\n")
+    second, third = RunFolder.create(tmp_path / "runs", "grpo"), RunFolder.create(tmp_path / "runs", "grpo")
+    assert [run.name for run in (first, second, third)] == ["grpo", "grpo-2", "grpo-3"]
+    assert first.settings.read_text() == "algorithm: grpo\n"
+    assert second.samples.is_dir() and second.checkpoints.is_dir()
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "..", "."])
+def test_create_refuses_a_path_as_name(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match="not a name for a run"):
+        RunFolder.create(tmp_path, name)
+    assert not list(tmp_path.iterdir())
+
+
+def test_create_where_nothing_can_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot make a run folder"):
+        RunFolder.create(tmp_path / "file", "grpo")
+
+
+def test_open_needs_settings(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no run at"):
+        RunFolder.open(tmp_path)
+    (tmp_path / "settings.yaml").write_text("")
+    assert RunFolder.open(tmp_path).name == tmp_path.name
+
+
+def test_each_step_is_on_disk_at_once(tmp_path: Path) -> None:
+    run = RunFolder.create(tmp_path, "a")
+    run.log(0, {"reward": 0.5, "kl": float("nan")})
+    row = json.loads(run.metrics.read_text())
+    assert row["step"] == 0 and row["reward"] == 0.5 and row["kl"] is None and row["time"] > 1e9
+    run.log(1, {"reward": np.float32(0.25)})  # type: ignore[dict-item]
+    assert [r["reward"] for r in run.read_metrics()] == [0.5, 0.25]
+
+
+def test_a_step_is_logged_once(tmp_path: Path) -> None:
+    run = RunFolder.create(tmp_path, "a")
+    run.log(3, {})
+    with pytest.raises(ValueError, match="step 3 is logged after step 3"):
+        run.log(3, {})
+    run.close()
+    with pytest.raises(ValueError, match="step 2 is logged after step 3"):
+        RunFolder(run.path).log(2, {})
+
+
+def test_rewind_then_log_again(tmp_path: Path) -> None:
+    run = RunFolder.create(tmp_path, "a")
+    for step in range(1, 6):
+        run.log(step, {"reward": step / 10})
+        run.write_samples(step, [{"prompt": "p", "response": "é", "rewards": {"f": 1.0}, "group_id": step}])
+    before = run.metrics.read_text().splitlines()
+    resumed = RunFolder(run.path)
+    resumed.rewind(3)
+    assert resumed.metrics.read_text().splitlines() == before[:3]
+    assert sorted(p.name for p in resumed.samples.iterdir()) == [f"step_00000{i}.jsonl" for i in (1, 2, 3)]
+    resumed.log(4, {"reward": 9.0})
+    assert [r["step"] for r in resumed.read_metrics()] == [1, 2, 3, 4]
+
+
+def test_rewind_without_metrics(tmp_path: Path) -> None:
+    RunFolder.create(tmp_path, "a").rewind(0)
+
+
+def test_half_a_line_of_a_killed_run_is_cut_off(tmp_path: Path) -> None:
+    run = RunFolder.create(tmp_path, "a")
+    run.log(1, {"reward": 1.0})
+    run.close()
+    with run.metrics.open("a") as file:
+        file.write('{"step": 2, "rew')
+    assert [r["step"] for r in run.read_metrics()] == [1]
+    run.log(2, {"reward": 2.0})
+    assert [r["reward"] for r in run.read_metrics()] == [1.0, 2.0]
+    assert len(run.metrics.read_text().splitlines()) == 2
+
+
+def test_samples_and_summary(tmp_path: Path) -> None:
+    run = RunFolder.create(tmp_path, "a")
+    rows = [{"prompt": "2+2", "response": "vier €", "rewards": {"exact": 1.0}, "finish_reason": "stop", "group_id": 0}]
+    path = run.write_samples(12, rows)
+    assert path.name == "step_000012.jsonl" and list(read_jsonl(path)) == rows
+    run.write_summary({"accuracy": float("inf"), "model": run.model, "seconds": 1.5})
+    assert json.loads(run.summary.read_text()) == {"accuracy": None, "model": str(run.model), "seconds": 1.5}
+
+
+def test_latest_run(tmp_path: Path) -> None:
+    import os
+
+    assert latest_run(tmp_path / "none") is None
+    for i, name in enumerate(["grpo-1", "grpo-2", "ppo-1"]):
+        run = RunFolder.create(tmp_path, name)
+        run.write_settings("")
+        os.utime(run.settings, (1000 + i, 1000 + i))
+    newest, newest_grpo = latest_run(tmp_path), latest_run(tmp_path, "grpo")
+    assert newest is not None and newest.name == "ppo-1"
+    assert newest_grpo is not None and newest_grpo.name == "grpo-2"
