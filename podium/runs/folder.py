@@ -16,9 +16,8 @@ import os
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from io import TextIOWrapper
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from podium.core.errors import ConfigError
 
@@ -30,7 +29,7 @@ class RunFolder:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self._metrics: TextIOWrapper | None = None
+        self._metrics: TextIO | None = None
         self._last_step: int | None = None
 
     @classmethod
@@ -112,17 +111,25 @@ class RunFolder:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Appends one step's metrics and hands them to the operating system at once. A number that is not finite is null.
 
-        Raises ValueError where `step` is not after the last one logged.
+        Logging the last step again replaces it (a run stopped and resumed at that border measures it anew).
+        Raises ValueError where `step` is before the last one logged.
         """
+        file = self._open_metrics()
+        if self._last_step is not None and step < self._last_step:
+            raise ValueError(f"step {step} is logged after step {self._last_step}: call rewind when a run goes back")
+        if step == self._last_step:
+            self._keep_metrics(step - 1)
+            file = self._open_metrics()
+        row = {"step": step, "time": round(time.time(), 3), **metrics}
+        file.write(json.dumps(_plain(row), ensure_ascii=False) + "\n")
+        file.flush()
+        self._last_step = step
+
+    def _open_metrics(self) -> TextIO:
         if self._metrics is None:
             self._last_step = _mend(self.metrics)
             self._metrics = self.metrics.open("a", encoding="utf-8")
-        if self._last_step is not None and step <= self._last_step:
-            raise ValueError(f"step {step} is logged after step {self._last_step}: call rewind when a run goes back")
-        row = {"step": step, "time": round(time.time(), 3), **metrics}
-        self._metrics.write(json.dumps(_plain(row), ensure_ascii=False) + "\n")
-        self._metrics.flush()
-        self._last_step = step
+        return self._metrics
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """Every logged step, in order; a last line that was cut off is left out."""
@@ -130,14 +137,17 @@ class RunFolder:
 
     def rewind(self, step: int) -> None:
         """Drops what was logged and sampled after `step`: a run resumed from there writes it again."""
-        self.close()
-        if self.metrics.exists():
-            kept = [row for row in self.read_metrics() if row["step"] <= step]
-            _write(self.metrics, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept))
+        self._keep_metrics(step)
         for file in self.samples.glob("step_*.jsonl"):
             found = _SAMPLES.fullmatch(file.name)
             if found and int(found[1]) > step:
                 file.unlink()
+
+    def _keep_metrics(self, step: int) -> None:
+        self.close()
+        if self.metrics.exists():
+            kept = [row for row in self.read_metrics() if row["step"] <= step]
+            _write(self.metrics, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept))
 
     def write_samples(self, step: int, rows: Iterable[Mapping[str, Any]]) -> Path:
         """A step's rollouts, one JSON object a line: prompt, response, rewards, finish_reason, group_id as given."""

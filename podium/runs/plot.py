@@ -67,4 +67,4 @@ def _draw(axis: Any, panel: Panel, lines: Sequence[Line]) -> None:
     axis.spines[["top", "right"]].set_visible(False)
     axis.tick_params(labelsize=8)
     axis.xaxis.get_major_locator().set_params(integer=True)
-    axis.legend(fontsize=7, frameon=False)
+    axis.legend(fontsize=7, framealpha=0.7, edgecolor="none")

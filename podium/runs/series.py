@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Panel:
-    """One panel of the plot: the metrics whose whole names match `pattern`, spread (`/std`, `/min`, `/max`) left out."""
+    """One panel of the plot: the metrics whose whole names match `pattern`; spread (`/std`, `/min`, `/max`) is left out."""
 
     title: str
     pattern: str
@@ -21,21 +21,22 @@ class Panel:
 
 
 _SPREAD = re.compile(r"[/_](std|min|max)$")
+_NOT_TIME = r"(?!time/)"
 
 PANELS = (
-    Panel("Reward and accuracy", r"(\w+/)?(rewards?|scores?|accuracy)(/.+)?"),
-    Panel("KL to the reference", r"(\w+/)?(ref_?)?kl(_ref)?(/mean)?", "nats"),
+    Panel("Reward and accuracy", _NOT_TIME + r"(\w+/)?(rewards?|scores?|accuracy|margin)(/.+)?"),
+    Panel("KL to the reference", _NOT_TIME + r"(\w+/)?(ref_)?kl(_ref)?(/mean)?", "nats"),
     Panel("Entropy", r"(\w+/)?entropy(/mean)?", "nats per token"),
-    Panel("Response length", r"(\w+/)?(response_)?(length|tokens)(/mean)?", "tokens"),
-    Panel("Loss", r"(\w+/)?(\w+_)?loss(/\w+)?"),
+    Panel("Response length", r"(\w+/)?response_(length|tokens)(/mean)?", "tokens"),
+    Panel("Loss", _NOT_TIME + r"(\w+/)?((\w+_)?loss(/\w+)?|nll)"),
     Panel("Time per stage", r"time/.+", "seconds"),
 )
 
 _HEADLINES = (
-    ("reward", r"(train/)?(rewards?|score)(/mean)?"),
-    ("acc", r"(train/|reward/)?accuracy"),
-    ("eval", r"eval/(accuracy|reward|loss)"),
-    ("kl", r"(\w+/)?kl(/mean)?"),
+    ("reward", r"(train/)?(rewards?|scores?)(/mean)?"),
+    ("acc", r"((?!eval)\w+/)?accuracy"),
+    ("eval", r"eval/(accuracy|rewards?(/mean)?|nll)"),
+    ("kl", r"(\w+/)?(ref_)?kl(_ref)?(/mean)?"),
     ("loss", r"(\w+/)?loss(/mean)?"),
     ("tok/s", r"(\w+/)?tokens_per_second"),
 )

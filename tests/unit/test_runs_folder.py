@@ -50,9 +50,12 @@ def test_each_step_is_on_disk_at_once(tmp_path: Path) -> None:
 
 def test_a_step_is_logged_once(tmp_path: Path) -> None:
     run = RunFolder.create(tmp_path, "a")
-    run.log(3, {})
-    with pytest.raises(ValueError, match="step 3 is logged after step 3"):
-        run.log(3, {})
+    run.log(2, {"reward": 0.1})
+    run.log(3, {"reward": 0.2})
+    run.write_samples(3, [])
+    run.log(3, {"reward": 0.3})
+    assert [(r["step"], r["reward"]) for r in run.read_metrics()] == [(2, 0.1), (3, 0.3)]
+    assert (run.samples / "step_000003.jsonl").exists()
     run.close()
     with pytest.raises(ValueError, match="step 2 is logged after step 3"):
         RunFolder(run.path).log(2, {})

@@ -17,16 +17,19 @@ def test_each_metric_has_its_panel() -> None:
         "eval/accuracy": "Reward and accuracy",
         "kl": "KL to the reference",
         "entropy": "Entropy",
-        "response_length": "Response length",
+        "rollout/response_tokens": "Response length",
+        "actor/kl": "KL to the reference",
+        "eval/nll": "Loss",
         "actor/loss": "Loss",
         "policy_loss": "Loss",
-        "time/RolloutStage": "Time per stage",
+        "time/reward": "Time per stage",
+        "time/update_actor": "Time per stage",
     }
     assert {name: panel_of(name) for name in expected} == {name: [title] for name, title in expected.items()}
 
 
 def test_spread_and_settings_have_none() -> None:
-    assert [panel_of(name) for name in ("reward/std", "reward_max", "lr", "step", "time", "kl_coef")] == [[]] * 6
+    assert [panel_of(name) for name in ("reward/std", "reward_max", "lr", "step", "time", "kl_coef", "rollout/tokens")] == [[]] * 7
 
 
 def test_png_is_written(tmp_path: Path) -> None:
