@@ -1,0 +1,1 @@
+"""The single controller: roles, their workers, and how calls travel between them."""

@@ -12,7 +12,7 @@ Dtype = Literal["float32", "bfloat16", "auto"]
 
 
 class ModelSettings(Settings):
-    path: str
+    path: str | None = None
     """A Hugging Face folder, a hub name, or a GGUF file."""
     dtype: Dtype = "auto"
     """Parameters' dtype. `auto`: bfloat16 where the device multiplies it natively, else float32."""
@@ -29,7 +29,7 @@ class ModelSettings(Settings):
 
 
 class DataSettings(Settings):
-    path: str
+    path: str | None = None
     """JSONL or parquet file, a `datasets` folder or name, or `reasoning_gym:TASK`."""
     eval_path: str | None = None
     """Held-out data, same forms. By default `eval_samples` rows are kept out of `path`."""
@@ -160,8 +160,8 @@ class EvaluationSettings(Settings):
     """Also before the first step."""
     temperature: float = Field(default=0.0, ge=0)
     """Sampling temperature of the evaluation; 0 is greedy."""
-    max_concurrent: int = Field(default=256, gt=0)
-    """Sequences decoded at once."""
+    solved_at: float = 1.0
+    """`accuracy` is the share of held-out responses whose reward is at least this."""
 
 
 class CheckpointSettings(Settings):
@@ -199,9 +199,9 @@ class RecipeSettings(Settings):
 
     algorithm: str
     """The recipe's name."""
-    model: ModelSettings
+    model: ModelSettings = Field(default_factory=ModelSettings)
     """Models and tokenizer."""
-    data: DataSettings
+    data: DataSettings = Field(default_factory=DataSettings)
     """Where prompts or examples come from."""
     batch: BatchSettings = Field(default_factory=BatchSettings)
     """Sizes: each says its unit."""

@@ -1,0 +1,1 @@
+"""Where workers live: one module per executor."""

@@ -1,0 +1,202 @@
+"""Checkpoints on disk: written beside, checksummed, then renamed; the newest whole one is found again."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from podium.core.errors import CheckpointError
+
+FORMAT = 1
+_TENSOR, _SAME = "@tensor", "@same"
+
+
+class CheckpointStore:
+    """The checkpoints of one run: `step_000100/` folders with a `manifest.json`.
+
+    A state is a nested dict; its tensors go to safetensors files (one per top-level key), the rest to JSON. No pickle is
+    written or read.
+
+    Args:
+        folder: where the checkpoints are.
+        keep: how many are kept; the newest good one is never removed.
+        note: called with a line of text when something is skipped.
+    """
+
+    def __init__(self, folder: str | Path, keep: int = 2, note: Callable[[str], None] = lambda text: None) -> None:
+        self.folder, self.keep, self.note = Path(folder), keep, note
+
+    def save(self, step: int, state: dict[str, Any]) -> Path:
+        """Writes the state after `step` steps. A crash at any point leaves the older checkpoints whole."""
+        final = self.folder / f"step_{step:06d}"
+        beside = self.folder / f".writing_{final.name}_{os.getpid()}"
+        shutil.rmtree(beside, ignore_errors=True)
+        beside.mkdir(parents=True)
+        try:
+            files = [self._write(beside, key, value) for key, value in state.items()]
+            manifest = {"format": FORMAT, "step": step, "files": {n: d for pair in files for n, d in pair.items()}}
+            _write_text(beside / "manifest.json", json.dumps(manifest, indent=1))
+            if final.exists():
+                shutil.rmtree(final)
+            os.replace(beside, final)
+            _sync_folder(self.folder)
+        except OSError as error:
+            shutil.rmtree(beside, ignore_errors=True)
+            raise CheckpointError(
+                f"could not write the checkpoint of step {step}: {error}",
+                where=str(final),
+                remedy="free disk space; the older checkpoints are untouched",
+            ) from error
+        self._prune()
+        return final
+
+    def load(self, path: Path | None = None) -> tuple[int, dict[str, Any]]:
+        """(step, state) of the newest whole checkpoint, or of `path`. Raises CheckpointError when there is none."""
+        candidates = [path] if path is not None else sorted(self.folder.glob("step_*"), reverse=True)
+        for candidate in candidates:
+            problem = verify(candidate)
+            if problem is None:
+                manifest = json.loads((candidate / "manifest.json").read_text())
+                keys = sorted({name.partition(".")[0] for name in manifest["files"]})
+                return manifest["step"], {key: _read(candidate, key) for key in keys}
+            self.note(f"checkpoint {candidate.name} is damaged ({problem}); trying an older one")
+        raise CheckpointError("no usable checkpoint", where=str(path or self.folder), remedy="start without --resume")
+
+    def steps(self) -> list[int]:
+        """Steps that have a checkpoint, oldest first."""
+        return sorted(int(p.name.removeprefix("step_")) for p in self.folder.glob("step_*"))
+
+    def _write(self, folder: Path, key: str, value: Any) -> dict[str, dict[str, Any]]:
+        from safetensors.torch import save_file
+
+        tensors: dict[str, Tensor] = {}
+        tree = _flatten(value, key, tensors, {})
+        _write_text(folder / f"{key}.json", json.dumps(tree))
+        names = [f"{key}.json"]
+        if tensors:
+            save_file(tensors, folder / f"{key}.safetensors")
+            _sync_file(folder / f"{key}.safetensors")
+            names.append(f"{key}.safetensors")
+        return {name: {"sha256": _digest(folder / name), "bytes": (folder / name).stat().st_size} for name in names}
+
+    def _prune(self) -> None:
+        good = [p for p in sorted(self.folder.glob("step_*"), reverse=True) if (p / "manifest.json").is_file()]
+        for old in good[self.keep :]:
+            shutil.rmtree(old, ignore_errors=True)
+        for left in self.folder.glob(".writing_*"):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def verify(folder: Path) -> str | None:
+    """What is wrong with a checkpoint (missing manifest, file, or checksum), or None."""
+    try:
+        manifest = json.loads((folder / "manifest.json").read_text())
+    except (OSError, ValueError):
+        return "no readable manifest"
+    if manifest.get("format") != FORMAT:
+        return f"format {manifest.get('format')}, this version reads {FORMAT}"
+    for name, entry in manifest["files"].items():
+        if not (folder / name).is_file():
+            return f"{name} is missing"
+        if (folder / name).stat().st_size != entry["bytes"] or _digest(folder / name) != entry["sha256"]:
+            return f"{name} does not match its checksum"
+    return None
+
+
+def _flatten(value: Any, name: str, tensors: dict[str, Tensor], seen: dict[Any, str]) -> Any:
+    """The value with each tensor replaced by its name in `tensors`; a tensor that is there twice is stored once."""
+    if isinstance(value, Tensor):
+        key = (value.data_ptr(), tuple(value.shape), value.dtype, tuple(value.stride()))
+        if value.numel() and key in seen:
+            return {_SAME: seen[key]}
+        seen[key] = name
+        tensors[name] = value.detach().cpu().contiguous()
+        return {_TENSOR: name}
+    if isinstance(value, dict):
+        bad = [k for k in value if not isinstance(k, str)]
+        if bad:
+            raise CheckpointError(f"state keys must be strings, got {bad[0]!r}", where=name)
+        return {k: _flatten(v, f"{name}/{k}", tensors, seen) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_flatten(v, f"{name}/{i}", tensors, seen) for i, v in enumerate(value)]
+    return value
+
+
+def _read(folder: Path, key: str) -> Any:
+    from safetensors.torch import load_file
+
+    path = folder / f"{key}.safetensors"
+    tensors = load_file(path) if path.is_file() else {}
+    return _restore(json.loads((folder / f"{key}.json").read_text()), tensors)
+
+
+def _restore(tree: Any, tensors: dict[str, Tensor]) -> Any:
+    if isinstance(tree, dict):
+        name = tree.get(_TENSOR) or tree.get(_SAME)
+        if name is not None and len(tree) == 1:
+            return tensors[name]
+        return {k: _restore(v, tensors) for k, v in tree.items()}
+    if isinstance(tree, list):
+        return [_restore(v, tensors) for v in tree]
+    return tree
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _write_text(path: Path, text: str) -> None:
+    with path.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_file(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def rng_state() -> dict[str, Any]:
+    """Torch's, NumPy's and Python's generators as tensors and plain values."""
+    import random
+
+    import numpy as np
+
+    name, keys, pos, has, cached = np.random.get_state()
+    version, numbers, gauss = random.getstate()
+    return {
+        "torch": torch.get_rng_state(),
+        "numpy": {"keys": torch.from_numpy(keys.astype("int64")), "pos": pos, "has": has, "cached": cached, "name": name},
+        "python": {"version": version, "numbers": list(numbers), "gauss": gauss},
+    }
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Puts back what `rng_state` gave."""
+    import random
+
+    import numpy as np
+
+    torch.set_rng_state(state["torch"])
+    n = state["numpy"]
+    np.random.set_state((n["name"], n["keys"].numpy().astype("uint32"), n["pos"], n["has"], n["cached"]))
+    p = state["python"]
+    random.setstate((p["version"], tuple(p["numbers"]), p["gauss"]))

@@ -1,0 +1,37 @@
+"""SFT: supervised fine-tuning on prompts with completions, or on chat messages."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from podium.algorithms.losses import supervised_loss
+from podium.core.settings import BatchSettings, OnlineSettings, RewardSettings
+from podium.recipes._online import reward_stage, rollout_stage
+from podium.stages.base import Stage
+from podium.stages.evaluation import LikelihoodStage
+from podium.stages.update import UpdateStage
+from podium.trainer.evaluation import evaluation_stages
+from podium.trainer.recipe import RECIPES, Recipe
+
+
+class SFTSettings(OnlineSettings):
+    algorithm: str = "sft"
+    batch: BatchSettings = Field(default_factory=lambda: BatchSettings(prompts_per_step=64, group_size=1))
+    """Sizes: each says its unit."""
+    rewards: list[RewardSettings] = Field(default_factory=list)
+    """With rewards set, an evaluation also generates an answer to each held-out prompt and scores it."""
+
+
+def stages(settings: SFTSettings) -> list[Stage]:
+    """One update on the step's rows."""
+    return [UpdateStage("actor", supervised_loss())]
+
+
+def evaluation(settings: SFTSettings) -> list[Stage]:
+    """Likelihood of the held-out completions; with rewards, also answers of the model's own."""
+    if not settings.rewards and not settings.model.reward_path:
+        return [LikelihoodStage()]
+    return evaluation_stages([rollout_stage(settings), reward_stage(settings)], settings.evaluation)
+
+
+RECIPES.register("sft")(Recipe("sft", SFTSettings, "supervised", stages, evaluation, "supervised fine-tuning"))

@@ -1,0 +1,123 @@
+"""From rewards to advantages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from podium.algorithms import kl
+from podium.algorithms.advantages import ADVANTAGES, whiten
+from podium.core import schema
+from podium.core.batch import Batch, Ragged, resolve
+from podium.stages.base import Stage, StepContext
+
+
+def place_token_rewards(batch: Batch, *, kl_coef: float = 0.0, kl_estimator: str = "k1") -> Batch:
+    """`token_rewards`: the response's reward at its last sampled token, step-wise rewards at their tokens, less the KL term.
+
+    r_t = step_t + [t = last] * R - kl_coef * KL_t (Ziegler et al. 2019, equation 2, per token). A response without sampled
+    tokens gets no reward.
+
+    Args:
+        batch: with `rewards` and `response_mask`; `step_rewards` are added where they are there; with `kl_coef` > 0 also
+            `ref_log_probs`, and `old_log_probs` or `rollout_log_probs`.
+    """
+    mask = batch.padded("response_mask").bool()
+    out = batch.padded("step_rewards").clone() if "step_rewards" in batch else mask.float() * 0.0
+    has = mask.any(dim=1)
+    last = mask.shape[1] - 1 - mask.flip(1).float().argmax(dim=1)
+    rows = has.nonzero()[:, 0]
+    out[rows, last[rows]] += batch["rewards"][rows]
+    if kl_coef > 0:
+        behaviour = "old_log_probs" if "old_log_probs" in batch else "rollout_log_probs"
+        penalty = kl.kl_estimate(batch.padded(behaviour), batch.padded("ref_log_probs"), estimator=kl_estimator)
+        out = out - kl_coef * penalty * mask
+    return Batch({"token_rewards": Ragged.from_padded(out, batch.lengths("response"))})
+
+
+def estimate_advantages(batch: Any, *, estimator: str = "gae", kl_coef: float = 0.0, whitened: bool | None = None, **settings: Any) -> Batch:
+    """Adds `advantages` (and `returns` where the estimator gives them) to a batch. A pure function.
+
+    Args:
+        batch: with `rewards` and what the estimator needs (`values` for gae, `group_id` for grpo); a role's future will do.
+        estimator: a registered name ("gae", "grpo", ...); `settings` are its own (gamma, gae_lambda, ...).
+        kl_coef: weight of a KL penalty in the token rewards (needs `ref_log_probs`).
+        whitened: bring advantages to mean 0 and deviation 1 over the batch's tokens; by default for gae only.
+
+    Raises BatchError for a column that is not there, ConfigError for an unknown estimator.
+    """
+    batch = resolve(batch)
+    spec = ADVANTAGES.get(estimator)
+    if "token_rewards" in spec.needs and "token_rewards" not in batch:
+        batch = batch.union(place_token_rewards(batch, kl_coef=kl_coef))
+    mask = batch.padded("response_mask").bool()
+    inputs = {name: batch.padded(name) for name in spec.needs if name != "mask"}
+    found = spec.function(**inputs, mask=mask, **settings)
+    if whitened if whitened is not None else estimator == "gae":
+        found["advantages"] = whiten(found["advantages"], mask)
+    for name, padded in found.items():
+        batch = batch.with_padded(name, padded) if schema.lookup(name).kind == "token" else batch.with_columns({name: padded})
+    return batch
+
+
+class TokenRewardStage(Stage):
+    """Rewards at their tokens, with the KL penalty of a controller.
+
+    The controller is updated once a step with the observed KL per sequence, after its present value was used.
+    """
+
+    name = "token_rewards"
+    reads = ("rewards", "response_mask")
+    writes = ("token_rewards",)
+
+    def __init__(self, controller: kl.KLController | None = None, *, estimator: str = "k1", stepwise: bool = False) -> None:
+        self.controller, self.estimator = controller, estimator
+        if controller is not None:
+            self.reads = (*self.reads, "ref_log_probs", "rollout_log_probs")
+        self.optional_reads = ("step_rewards",) if stepwise else ()
+        self.stepwise = stepwise
+
+    def run(self, batch: Batch, context: StepContext) -> Batch:
+        coef = self.controller.value if self.controller is not None else 0.0
+        used = batch if self.stepwise else batch.drop("step_rewards")
+        out = place_token_rewards(used, kl_coef=coef, kl_estimator=self.estimator)
+        if self.controller is not None:
+            update_controller(self.controller, batch, context)
+        return out
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"controller": self.controller.state_dict()} if self.controller is not None else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.controller is not None:
+            self.controller.load_state_dict(state["controller"])
+
+
+def update_controller(controller: kl.KLController, batch: Batch, context: StepContext) -> None:
+    """Reports the step's KL per sequence to the controller, and both to the metrics."""
+    mask = batch.padded("response_mask").bool()
+    behaviour = "old_log_probs" if "old_log_probs" in batch else "rollout_log_probs"
+    per_token = kl.kl_estimate(batch.padded(behaviour), batch.padded("ref_log_probs"), estimator="k1") * mask
+    per_sequence = float(per_token.sum()) / max(1, len(batch))
+    context.metrics.add("kl/coef", controller.value)
+    context.metrics.add("kl/per_sequence", float(per_token.sum()), len(batch))
+    context.metrics.add("kl/per_token", float(per_token.sum()), float(mask.sum()))
+    controller.update(per_sequence, len(batch))
+
+
+class AdvantageStage(Stage):
+    """A registered estimator as a stage. Its settings are keywords."""
+
+    name = "advantages"
+
+    def __init__(self, estimator: str, *, whitened: bool = False, **settings: Any) -> None:
+        spec = ADVANTAGES.get(estimator)
+        self.estimator, self.whitened, self.settings_ = estimator, whitened, settings
+        self.reads = (*(n for n in spec.needs if n != "mask"), "response_mask")
+        self.writes = spec.writes
+
+    def run(self, batch: Batch, context: StepContext) -> Batch:
+        out = estimate_advantages(batch, estimator=self.estimator, whitened=self.whitened, **self.settings_)
+        mask = out["response_mask"].values
+        advantages = out["advantages"].values[mask]
+        context.metrics.add("advantages/abs", float(advantages.abs().sum()), float(mask.sum()))
+        return out.select(*self.writes)

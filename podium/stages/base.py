@@ -1,0 +1,82 @@
+"""`Stage`: one step of the dataflow. It says what it reads and writes; the graph follows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from podium.core.batch import Batch
+from podium.core.metrics import Metrics
+
+
+@dataclass
+class StepContext:
+    """What a stage may use while it runs: the role handles, the step's number, where metrics go."""
+
+    step: int
+    roles: Mapping[str, Any]
+    group_size: int = 1
+    """Responses per prompt, where a stage does not say otherwise."""
+    metrics: Metrics = field(default_factory=Metrics)
+    on_progress: Callable[[str, int, int], None] | None = None
+    """Called as (stage, done, total) while a long stage works."""
+
+    def progress_of(self, stage: str) -> Callable[[int, int], None] | None:
+        report = self.on_progress
+        return None if report is None else lambda done, total: report(stage, done, total)
+
+
+class Stage:
+    """Base of every stage. A subclass sets what it declares and writes `run`.
+
+    Attributes:
+        name: unique in a graph; by default the class's name.
+        reads: columns that must be there.
+        optional_reads: columns that are used where some stage writes them.
+        writes: columns that this stage adds.
+        changes_rows: the stage returns other rows than it got; it runs after all stages listed before it, and those
+            listed after it wait for it.
+        roles: role handles that it calls.
+        updates: the role whose weights it changes, if any. It runs after every other stage that calls that role.
+        after: names of stages that must have run before, where no column says so.
+    """
+
+    name: str = ""
+    reads: tuple[str, ...] = ()
+    optional_reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+    changes_rows: bool = False
+    roles: tuple[str, ...] = ()
+    updates: str | None = None
+    after: tuple[str, ...] = ()
+
+    def expand(self) -> list[Stage]:
+        """The stages that this one stands for: itself, or a composite's parts."""
+        return [self]
+
+    def models(self) -> dict[str, Any]:
+        """Models that the user gave to this stage, by role (a path, a `transformers` model, a Podium model)."""
+        return {}
+
+    def settings(self) -> dict[str, Any]:
+        """Dotted settings that this stage's own arguments decide (`rollout.max_new_tokens`)."""
+        return {}
+
+    def run(self, batch: Batch, context: StepContext) -> Batch:
+        """Does the work. Returns the written columns (same rows), or all rows and columns if `changes_rows`."""
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values that a resumed run needs."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+    @property
+    def label(self) -> str:
+        return self.name or type(self).__name__
+
+    def __repr__(self) -> str:
+        return f"{self.label}(reads={list(self.reads)}, writes={list(self.writes)})"

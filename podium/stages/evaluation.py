@@ -1,0 +1,53 @@
+"""Stages that only measure: what an evaluation runs over held-out rows."""
+
+from __future__ import annotations
+
+from podium.core.batch import Batch
+from podium.stages.base import Stage, StepContext
+
+
+class LikelihoodStage(Stage):
+    """Mean negative log-likelihood of given responses, per token (nats)."""
+
+    name = "likelihood"
+    reads = ("prompt_ids", "response_ids", "loss_mask")
+    roles = ("actor",)
+
+    def run(self, batch: Batch, context: StepContext) -> Batch:
+        out = context.roles["actor"].compute_log_probs(batch.select("prompt_ids", "response_ids"), name="log_probs").result()
+        mask = batch["loss_mask"].values
+        context.metrics.add("nll", -float(out["log_probs"].values[mask].sum()), float(mask.sum()))
+        return Batch()
+
+
+class PairAccuracyStage(Stage):
+    """How often the chosen row of a pair scores above the rejected one, and by how much."""
+
+    name = "pair_accuracy"
+    reads = ("prompt_ids", "response_ids", "pair_id", "chosen")
+    roles = ("reward",)
+
+    def run(self, batch: Batch, context: StepContext) -> Batch:
+        out = context.roles["reward"].score(batch.select("prompt_ids", "response_ids"), name="scores").result()
+        order = batch["pair_id"].argsort(stable=True)
+        scores, chosen = out["scores"][order], batch["chosen"][order]
+        margin = scores[chosen] - scores[~chosen]
+        context.metrics.add("accuracy", float((margin > 0).sum()), len(margin))
+        context.metrics.add("margin", float(margin.sum()), len(margin))
+        return Batch()
+
+
+class SolvedStage(Stage):
+    """`accuracy`: the share of responses that reach a reward of at least `threshold`."""
+
+    name = "solved"
+    reads = ("rewards",)
+
+    def __init__(self, threshold: float = 1.0) -> None:
+        self.threshold = threshold
+
+    def run(self, batch: Batch, context: StepContext) -> Batch:
+        # Fused rewards are sums of products in fp32: a full score may miss its sum by rounding.
+        solved = batch["rewards"] >= self.threshold - 1e-5
+        context.metrics.add("accuracy", float(solved.sum()), len(batch))
+        return Batch()

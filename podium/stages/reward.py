@@ -1,0 +1,76 @@
+"""Scoring responses, with functions and with models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from podium.core.batch import Batch
+from podium.core.errors import ConfigError
+from podium.core.settings import RewardSettings
+from podium.rewards.base import Reward, Scored
+from podium.rewards.fusion import fuse
+from podium.rewards.loading import load_reward
+from podium.stages.base import Stage, StepContext
+
+
+class RewardStage(Stage):
+    """Every source scores every response; `rewards` is their weighted sum.
+
+    Args:
+        models: reward models (`load_reward_model(path)`), each a role of its own: `reward`, `reward_2`, ...
+        functions: python functions with TRL's or verl's signature, names of built-ins, or `RewardSettings`.
+        weights: one per source, models first; by default 1 (or the settings' own).
+
+    Raises ConfigError where weights and sources differ in number, or there is no source.
+    """
+
+    name = "reward"
+    reads = ("prompt_ids", "response_ids")
+    writes = ("rewards", "response")
+    changes_rows = True  # samples whose reward is skipped leave the step
+
+    def __init__(
+        self,
+        models: Sequence[Any] = (),
+        functions: Sequence[Callable[..., Any] | str | RewardSettings] = (),
+        weights: Sequence[float] | None = None,
+    ) -> None:
+        self._models = list(models)
+        sources = len(self._models) + len(functions)
+        if sources == 0:
+            raise ConfigError("no reward source", where="RewardStage", remedy="set rewards (a function) or model.reward_path")
+        if weights is not None and len(weights) != sources:
+            raise ConfigError(
+                f"{len(weights)} weights for {sources} reward sources", where="RewardStage", remedy="give one weight a source"
+            )
+        n = len(self._models)
+        self._model_weights = list(weights[:n]) if weights is not None else [1.0] * n
+        self.functions: list[Reward] = [load_reward(f) for f in functions]
+        if weights is not None:
+            for function, weight in zip(self.functions, weights[n:], strict=True):
+                function.weight = weight
+        self.roles = tuple(self.models())
+
+    def models(self) -> dict[str, Any]:
+        return {("reward" if i == 0 else f"reward_{i + 1}"): model for i, model in enumerate(self._models)}
+
+    def run(self, batch: Batch, context: StepContext) -> Batch:
+        models = [
+            ModelReward(role, weight, context.roles[role])
+            for role, weight in zip(self.models(), self._model_weights, strict=True)
+        ]
+        fused, metrics = fuse(batch, [*models, *self.functions])
+        context.metrics.merge(metrics)
+        return fused
+
+
+class ModelReward:
+    """A reward role as one source among others."""
+
+    def __init__(self, name: str, weight: float, role: Any) -> None:
+        self.name, self.weight, self.role = name, weight, role
+
+    def __call__(self, batch: Batch) -> Scored:
+        ids = batch.select("prompt_ids", "response_ids")
+        return Scored(values=self.role.score(ids, name="scores").result()["scores"], failed=[])

@@ -1,0 +1,182 @@
+"""Building the roles that a graph calls: models, engines, workers, each behind its handle."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from podium.controller.worker_group import Executor, RoleHandle
+from podium.core.errors import ConfigError
+from podium.core.settings import OnlineSettings, OptimizerSettings, RecipeSettings, RolloutSettings
+from podium.engines.base import SamplingParams
+from podium.engines.rollout import ROLLOUT_ENGINES
+from podium.engines.train import TRAIN_ENGINES
+from podium.models.heads import ActorModel, CriticModel, RewardModel
+from podium.models.loading import load_causal_lm, load_tokenizer
+from podium.stages.graph import StageGraph
+
+
+def sampling_of(rollout: RolloutSettings) -> SamplingParams:
+    """The rollout section as sampling parameters."""
+    return SamplingParams(
+        max_new_tokens=rollout.max_new_tokens,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        min_p=rollout.min_p,
+        stop=tuple(rollout.stop),
+    )
+
+
+@dataclass(frozen=True)
+class RoleNeeds:
+    """Which roles to build, in order, and which of them train."""
+
+    roles: list[str]
+    updated: set[str]
+
+    @classmethod
+    def of(cls, graphs: Sequence[StageGraph]) -> RoleNeeds:
+        """What several graphs (training, evaluation) need together."""
+        roles = list(dict.fromkeys(role for graph in graphs for role in graph.roles))
+        return cls(roles, {role for graph in graphs for role in graph.updated})
+
+
+class Roles:
+    """Builds handles for the roles of a graph.
+
+    Args:
+        settings: the run's settings.
+        given: models that stages were given, by role; others are loaded from `settings.model`.
+        tokenizer: the actor's, where a stage was given one.
+        executor: where the workers are to live.
+        device: torch device of this run.
+    """
+
+    def __init__(
+        self, settings: RecipeSettings, given: dict[str, Any], tokenizer: Any, executor: Executor, device: str
+    ) -> None:
+        self.settings, self.given, self.executor, self.device = settings, given, executor, device
+        self.tokenizer = tokenizer if tokenizer is not None else self._load_tokenizer()
+
+    def build(self, needs: RoleNeeds, *, generates: bool) -> dict[str, RoleHandle]:
+        """A handle for every role needed; optimizers for those that train."""
+        # The reference copies the actor's starting weights, so it is made from the same source, never from a trained actor.
+        makers = {name: self._maker(name, name in needs.updated, generates) for name in needs.roles}
+        return {name: self.executor.launch(name, make) for name, make in makers.items()}
+
+    # ------------------------------------------------------------------ one role each
+
+    def _maker(self, role: str, trained: bool, generates: bool) -> Callable[[], Any]:
+        if role == "actor":
+            return lambda: self._actor(trained, generates)
+        if role == "reference":
+            return self._reference
+        if role == "critic":
+            return lambda: self._critic(trained)
+        if role.startswith("reward"):
+            return lambda: self._reward(role, trained)
+        raise ConfigError(f"no worker is known for the role '{role}'", where="stages")
+
+    def _actor(self, trained: bool, generates: bool) -> Any:
+        from podium.workers.actor import ActorWorker
+
+        model = self._causal_lm("actor", self.settings.model.path)
+        rollout = None
+        rollout_settings = self._rollout()
+        if generates:
+            make = ROLLOUT_ENGINES.get(rollout_settings.engine)
+            options = {"max_concurrent": rollout_settings.max_concurrent, **rollout_settings.backend_options}
+            rollout = make(model, self.tokenizer, **options)
+        engine = self._engine(ActorModel(model, temperature=rollout_settings.temperature or 1.0), trained)
+        return ActorWorker(engine, rollout, sampling_of(rollout_settings), **self._minibatching())
+
+    def _reference(self) -> Any:
+        from podium.workers.reference import ReferenceWorker
+
+        path = self.settings.model.reference_path
+        if path is None and "actor" in self.given and not isinstance(self.given["actor"], str):
+            model = copy.deepcopy(_unwrap(self.given["actor"]))
+        else:
+            model = self._causal_lm("reference", path or self._actor_path())
+        model.requires_grad_(False)
+        return ReferenceWorker(self._engine(ActorModel(model, temperature=self._rollout().temperature or 1.0), False))
+
+    def _critic(self, trained: bool) -> Any:
+        from podium.workers.critic import CriticWorker
+
+        given = self.given.get("critic")
+        path = self.settings.model.critic_path
+        if isinstance(given, CriticModel):
+            model = given
+        elif path is None and not isinstance(self.given.get("actor", ""), str):
+            model = CriticModel.from_causal_lm(copy.deepcopy(_unwrap(self.given["actor"])))
+        else:
+            model = CriticModel.from_pretrained(given or path or self._actor_path(), **self._loading())
+        optimizer = getattr(self.settings, "critic", None) or self.settings.optimizer
+        return CriticWorker(self._engine(model.to(self.device), trained, optimizer), **self._minibatching())
+
+    def _reward(self, role: str, trained: bool) -> Any:
+        from podium.workers.reward import RewardWorker
+
+        given = self.given.get(role) or self.settings.model.reward_path
+        if isinstance(given, RewardModel):
+            model, tokenizer = given, getattr(given, "tokenizer", None) or self.tokenizer
+        elif trained:
+            model, tokenizer = RewardModel.from_pretrained(given or self._actor_path(), **self._loading()), self.tokenizer
+        elif given is not None:
+            model, tokenizer = RewardModel.from_pretrained(given, **self._loading()), load_tokenizer(given)
+        else:
+            raise ConfigError(f"the role '{role}' has no model", where="model.reward_path", remedy="set model.reward_path")
+        engine = self._engine(model.to(self.device), trained)
+        return RewardWorker(engine, tokenizer=tokenizer, policy_tokenizer=self.tokenizer, **self._minibatching())
+
+    # ------------------------------------------------------------------ pieces
+
+    def _engine(self, model: Any, trained: bool, optimizer: OptimizerSettings | None = None) -> Any:
+        batch, steps = self.settings.batch, self.settings.run.steps
+        return TRAIN_ENGINES.get("single")(
+            model,
+            optimizer=(optimizer or self.settings.optimizer) if trained else None,
+            microbatch_tokens=batch.microbatch_tokens,
+            total_updates=steps * batch.updates_per_step,
+        )
+
+    def _causal_lm(self, role: str, path: str | None) -> Any:
+        given = self.given.get(role)
+        if given is not None and not isinstance(given, str):
+            return _unwrap(given).to(self.device)
+        path = given or path
+        if not path:
+            raise ConfigError("'model.path' must be set", where=role, remedy="give a model folder, hub name or GGUF file")
+        return load_causal_lm(path, **self._loading())
+
+    def _loading(self) -> dict[str, Any]:
+        model = self.settings.model
+        return {"dtype": model.dtype, "device": self.device, "trust_remote_code": model.trust_remote_code}
+
+    def _actor_path(self) -> str:
+        given = self.given.get("actor")
+        path = given if isinstance(given, str) else self.settings.model.path
+        if not path:
+            raise ConfigError("'model.path' must be set", where="model.path", remedy="give a model folder or hub name")
+        return path
+
+    def _load_tokenizer(self) -> Any:
+        model = self.settings.model
+        return load_tokenizer(
+            self._actor_path(), chat_template=model.chat_template, trust_remote_code=model.trust_remote_code
+        )
+
+    def _rollout(self) -> RolloutSettings:
+        return self.settings.rollout if isinstance(self.settings, OnlineSettings) else RolloutSettings()
+
+    def _minibatching(self) -> dict[str, Any]:
+        batch = self.settings.batch
+        return {"minibatch_sequences": batch.minibatch_sequences, "epochs": batch.epochs, "seed": self.settings.run.seed}
+
+
+def _unwrap(model: Any) -> Any:
+    return model.model if isinstance(model, ActorModel) else model

@@ -1,0 +1,395 @@
+"""`Trainer`: runs a graph of stages for a number of steps. Evaluation, logging, saving and resuming live here once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from podium.checkpoints.store import CheckpointStore
+from podium.controller.executors.local import LocalExecutor
+from podium.controller.resource_pool import ResourcePool
+from podium.controller.worker_group import Executor, RoleHandle
+from podium.core.batch import Batch
+from podium.core.config import apply_overrides, dump_yaml, load_yaml, parse
+from podium.core.errors import CheckpointError, ConfigError, GraphError
+from podium.core.metrics import Metrics
+from podium.core.seeding import seed_everything
+from podium.core.settings import OnlineSettings, RecipeSettings
+from podium.data.loader import Loader
+from podium.engines.rollout import ROLLOUT_ENGINES
+from podium.engines.train import TRAIN_ENGINES
+from podium.runs.folder import RunFolder, latest_run
+from podium.runs.plot import plot_metrics
+from podium.runs.progress import Progress
+from podium.runs.trackers import Tracker, open_trackers
+from podium.stages.base import Stage, StepContext
+from podium.stages.graph import StageGraph
+from podium.stages.policy import GRPOStage, PPOStage
+from podium.trainer import state
+from podium.trainer.data import load_data
+from podium.trainer.evaluation import EVALUATION_STEP, evaluation_stages
+from podium.trainer.interrupt import InterruptGuard, StopRequested
+from podium.trainer.recipe import SOURCES, DataKind, find_recipe, read_settings
+from podium.trainer.roles import RoleNeeds, Roles
+
+
+@dataclass
+class TrainResult:
+    """What a run came to. `run_folder` holds everything else; evaluations are None where there was no held-out data."""
+
+    run_folder: Path
+    steps: int
+    seconds: float
+    evaluation_before: dict[str, float] | None
+    evaluation_after: dict[str, float] | None
+    metrics: dict[str, float]
+    """The last step's metrics."""
+    interrupted: bool = False
+    """Stopped by Ctrl-C, with all state saved."""
+
+
+class Trainer:
+    """Trains roles by running stages, step after step.
+
+    Three ways in: `Trainer(settings)` or `Trainer(config_path=...)`, stages from the recipe that `algorithm` names;
+    `Trainer(stages=[...], config=...)`, your own stages; and with roles placed by hand,
+    `Trainer(model_names=[...], resource_pool={...}, config_path=...)`.
+
+    Args:
+        stages: the step's stages; by default the recipe's.
+        config: settings: a settings object, a mapping, or a YAML file's path.
+        model_names: roles that the run is to have; it is an error if the recipe's graph calls others.
+        resource_pool: devices and backend of each role.
+        config_path: the same as a path in `config`.
+        data: rows (a list of dicts) instead of `data.path`; `eval_data` likewise.
+        evaluation: stages that measure held-out rows; by default the recipe's, or greedy rollout and reward.
+        executor: where workers live; by default this process.
+
+    Everything that can be checked without loading a model is checked here: settings, columns, backends, rewards.
+    Raises ConfigError, GraphError, ResourceError.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Stage] | RecipeSettings | None = None,
+        config: RecipeSettings | Mapping[str, Any] | str | Path | None = None,
+        *,
+        model_names: Iterable[str] | None = None,
+        resource_pool: Mapping[str, Any] | ResourcePool | None = None,
+        config_path: str | Path | None = None,
+        data: Any = None,
+        eval_data: Any = None,
+        evaluation: Sequence[Stage] | None = None,
+        executor: Executor | None = None,
+    ) -> None:
+        if isinstance(stages, RecipeSettings):
+            stages, config = None, stages
+        self.settings = _settings(config if config is not None else config_path, stages)
+        recipe = None if stages is not None else find_recipe(self.settings.algorithm)
+        self.stages = list(stages) if stages is not None else recipe.stages(self.settings)  # type: ignore[union-attr]
+        self.kind: DataKind = recipe.data if recipe else _data_kind(self.stages)
+        self.graph = StageGraph(self.stages, SOURCES[self.kind])
+        if evaluation is None:
+            evaluation = recipe.evaluation(self.settings) if recipe else evaluation_stages(self.graph.stages, self.settings.evaluation)
+        self.evaluation = StageGraph(evaluation, SOURCES[self.kind])
+        self.pool = resource_pool if isinstance(resource_pool, ResourcePool) else ResourcePool(resource_pool or {})
+        self._check(model_names)
+        self.executor = executor or LocalExecutor()
+        self._given_data, self._given_eval = data, eval_data
+        self.roles: dict[str, RoleHandle] = {}
+        self.tokenizer: Any = None
+        self.step = 0
+        self.last_evaluation: Batch | None = None
+        self._held_out: Batch | None = None
+
+    # ------------------------------------------------------------------ public
+
+    def train(self, resume: bool | str | Path = False) -> TrainResult:
+        """Runs the steps that are left.
+
+        Args:
+            resume: True continues the newest run of this name (or algorithm), a path that run.
+
+        Ctrl-C stops at a border where state is whole, saves a checkpoint, and returns with `interrupted` set.
+        """
+        run = self._open_run(resume)
+        store = CheckpointStore(run.checkpoints, self.settings.checkpoint.keep)
+        total = self.settings.run.steps
+        with Progress(total, self.settings.algorithm, enabled=self.settings.run.progress) as progress:
+            store.note = progress.note
+            self._prepare(progress.note)
+            if resume:
+                self._restore(store, run, progress)
+            else:
+                run.write_settings(dump_yaml(self.settings))
+            trackers = open_trackers(
+                self.settings.run.trackers,
+                run,
+                self.settings.model_dump(mode="json"),
+                resume_step=self.step or None,
+                required="trackers" in self.settings.run.model_fields_set,
+                note=progress.note,
+            )
+            try:
+                return self._loop(run, store, progress, trackers)
+            finally:
+                for tracker in trackers:
+                    tracker.close()
+                run.close()
+
+    def evaluate(self) -> dict[str, float]:
+        """Measures the held-out rows once, as the run would. Raises ConfigError where there are none."""
+        self._prepare(lambda text: None)
+        if self._held_out is None:
+            raise ConfigError("there is no held-out data", where="data", remedy="set data.eval_path or data.eval_samples")
+        return self._evaluate(None).means()
+
+    def run_step(self, batch: Batch, context: StepContext) -> Batch:
+        """One step's stages over the rows given."""
+        return self.graph.run(batch, context)
+
+    def set_kl_controller(self, kind: str, **settings: Any) -> None:
+        """Switches the KL controller at the step's border ("adaptive", "fixed", "none"), while a run goes on.
+
+        Raises GraphError where the run has no controller (and so no reference model).
+        """
+        found = [s for s in self.stages if isinstance(s, PPOStage | GRPOStage) and s.controller is not None]
+        if not found:
+            raise GraphError("this run has no KL controller", remedy="start it with kl.coef > 0")
+        for stage in found:
+            stage.controller.switch(kind, **settings)  # type: ignore[union-attr]
+
+    # ------------------------------------------------------------------ before the first step
+
+    def _check(self, model_names: Iterable[str] | None) -> None:
+        engines = set(ROLLOUT_ENGINES)
+        trains = set(TRAIN_ENGINES)
+        backends = {role: trains | (engines if role in ("actor", "rollout") else set()) for role in self.pool.pools}
+        self.pool.check(backends)
+        named = set(model_names) if model_names is not None else None
+        if named is not None:
+            # A critic or reference that was not named would otherwise take memory that nobody planned for.
+            called = [r for r in self.graph.roles if r not in named]
+            if called:
+                raise ConfigError(
+                    f"the stages call the roles {called}, which model_names lacks",
+                    where="model_names",
+                    remedy="add them, or set what makes them needless (kl.coef=0 for the reference)",
+                )
+            unused = sorted(named - set(self.graph.roles))
+            if unused:
+                raise ConfigError(
+                    f"no stage calls the roles {unused}", where="model_names", remedy="roles here: " + ", ".join(self.graph.roles)
+                )
+        if isinstance(self.settings, OnlineSettings) and "actor" in self.graph.roles:
+            ROLLOUT_ENGINES.get(self.settings.rollout.engine)
+
+    def _open_run(self, resume: bool | str | Path) -> RunFolder:
+        settings = self.settings.run
+        if not resume:
+            name = settings.name or f"{self.settings.algorithm}-{time.strftime('%Y%m%d-%H%M%S')}"
+            return RunFolder.create(settings.folder, name)
+        if resume is True:
+            found = latest_run(settings.folder, settings.name or self.settings.algorithm)
+            if found is None:
+                raise CheckpointError(f"no run to resume in '{settings.folder}'", remedy="start without --resume")
+            return found
+        return RunFolder.open(resume)
+
+    def _prepare(self, note: Any) -> None:
+        """Loads data, tokenizer and models, once."""
+        if self.roles:
+            return
+        settings = self.settings
+        if settings.run.threads:
+            torch.set_num_threads(settings.run.threads)
+        seed_everything(settings.run.seed)
+        device = _device(settings.run.device)
+        for line in self.pool.notes(device, torch.cuda.device_count() if device != "cpu" else 0):
+            note(line)
+        given = {role: model for stage in self.graph.stages for role, model in stage.models().items()}
+        tokenizer = next((s.tokenizer for s in self.graph.stages if getattr(s, "tokenizer", None) is not None), None)
+        roles = Roles(settings, given, tokenizer, self.executor, device)
+        self.tokenizer = roles.tokenizer
+        data = load_data(settings, self.kind, self.tokenizer, self._given_data, self._given_eval)
+        for line in data.lines:
+            note(line)
+        self._held_out = data.held_out
+        rows = settings.batch.prompts_per_step
+        self.loader = Loader(
+            data.train,
+            rows * (2 if self.kind == "preferences" else 1),
+            shuffle=settings.data.shuffle,
+            seed=settings.run.seed,
+            unit=2 if self.kind == "preferences" else 1,
+        )
+        graphs = [self.graph, self.evaluation] if self._held_out is not None else [self.graph]
+        generates = any("rollout_log_probs" in stage.writes for g in graphs for stage in g.stages)
+        self.roles = roles.build(RoleNeeds.of(graphs), generates=generates)
+        for stage, column in self.graph.missing_optional():
+            note(f"no stage writes '{column}': '{stage}' goes without it")
+
+    # ------------------------------------------------------------------ the loop
+
+    def _loop(self, run: RunFolder, store: CheckpointStore, progress: Progress, trackers: list[Tracker]) -> TrainResult:
+        started, first = time.perf_counter(), self.step
+        total, every = self.settings.run.steps, self.settings.evaluation.every_steps
+        before = after = None
+        metrics: dict[str, float] = {}
+        interrupted = False
+        with InterruptGuard() as guard:
+            try:
+                if self.step == 0 and self.settings.evaluation.at_start and self._held_out is not None:
+                    before = self._evaluate(progress, guard).means()
+                    self._log(run, trackers, 0, before)
+                while self.step < total:
+                    guard.check()
+                    metrics = self._train_step(run, progress, guard)
+                    try:
+                        if self._held_out is not None and (self.step == total or (every and self.step % every == 0)):
+                            after = self._evaluate(progress, guard).means()
+                            metrics |= after
+                    finally:  # the step is done, whatever becomes of its evaluation
+                        self._log(run, trackers, self.step, metrics)
+                    progress.step(metrics, _stage_seconds(metrics))
+                    if self.settings.checkpoint.every_steps and self.step % self.settings.checkpoint.every_steps == 0:
+                        self._save(store)
+            except StopRequested:
+                interrupted = True
+                progress.note(f"stopping after step {self.step}")
+            if interrupted or (self.step > first and self.step not in store.steps()):
+                self._save(store)
+        seconds = time.perf_counter() - started
+        if not interrupted and self.settings.checkpoint.export:
+            self._export(run)
+        plot_metrics(run.read_metrics(), run.plot, run.name)
+        result = TrainResult(run.path, self.step, seconds, before, after, metrics, interrupted)
+        run.write_summary(vars(result))
+        if interrupted:
+            progress.note(f"saved after step {self.step}; continue with --resume {run.path}")
+        return result
+
+    def _train_step(self, run: RunFolder, progress: Progress, guard: InterruptGuard) -> dict[str, float]:
+        started = time.perf_counter()
+        position = self.loader.state_dict()
+
+        def report(stage: str, done: int, total: int) -> None:
+            guard.check()  # a rollout can be given up: it changed nothing that a resumed step needs
+            progress.stage(stage, done, total)
+
+        context = StepContext(self.step, self.roles, self.settings.batch.group_size, on_progress=report)
+        try:
+            batch = self.graph.run(self.loader.next_batch(), context)
+        except StopRequested:
+            self.loader.load_state_dict(position)
+            raise
+        seconds = time.perf_counter() - started
+        tokens = float(batch.lengths("prompt").sum() + batch.lengths("response").sum())
+        context.metrics.add("time/step", seconds)
+        context.metrics.add("speed/tokens_per_second", tokens / seconds)
+        context.metrics.add("data/epoch", self.loader.epoch)
+        self.step += 1
+        if self.settings.run.log_samples and "rewards" in batch:
+            run.write_samples(self.step, _samples(batch, self.tokenizer, self.settings.run.log_samples))
+        return context.metrics.means()
+
+    def _evaluate(self, progress: Progress | None, guard: InterruptGuard | None = None) -> Metrics:
+        assert self._held_out is not None
+
+        def report(stage: str, done: int, total: int) -> None:
+            if guard is not None:
+                guard.check()
+            if progress is not None:
+                progress.stage(f"evaluate {stage}", done, total)
+
+        started = time.perf_counter()
+        context = StepContext(EVALUATION_STEP, self.roles, on_progress=report)
+        self.last_evaluation = self.evaluation.run(self._held_out, context)
+        kept = Metrics({n: v for n, v in context.metrics.items() if not n.startswith("time/")})
+        out = Metrics().merge(kept, prefix="eval/")
+        out.add("time/evaluate", time.perf_counter() - started)
+        return out
+
+    def _log(self, run: RunFolder, trackers: list[Tracker], step: int, metrics: Mapping[str, float]) -> None:
+        run.log(step, metrics)
+        for tracker in trackers:
+            tracker.log(step, metrics)
+
+    # ------------------------------------------------------------------ state
+
+    def trained_roles(self) -> dict[str, RoleHandle]:
+        """Handles of the roles whose weights this run changes."""
+        return {name: self.roles[name] for name in self.graph.roles if name in self.graph.updated}
+
+    def _save(self, store: CheckpointStore) -> None:
+        store.save(self.step, state.capture(self))
+
+    def _restore(self, store: CheckpointStore, run: RunFolder, progress: Progress) -> None:
+        step, saved = store.load()
+        state.restore(self, saved)
+        progress.completed = step
+        run.rewind(step)
+        progress.note(f"continuing {run.path} after step {step}")
+
+    def _export(self, run: RunFolder) -> None:
+        main = "actor" if "actor" in self.graph.updated else next(iter(sorted(self.graph.updated)), None)
+        if main is None:
+            return
+        self.roles[main].save_pretrained(str(run.model)).result()
+        self.tokenizer.save_pretrained(str(run.model))
+
+
+def _settings(config: Any, stages: Sequence[Stage] | None) -> RecipeSettings:
+    if isinstance(config, RecipeSettings):
+        return config
+    if isinstance(config, str | Path):
+        values, where = load_yaml(config), str(config)
+    elif config is None or isinstance(config, Mapping):
+        values, where = dict(config or {}), "config"
+    else:
+        raise ConfigError(f"config must be settings, a mapping or a path, got {type(config).__name__}", where="Trainer")
+    if stages is None:
+        return read_settings(values, where=where)
+    given = [f"{key}={value}" for stage in stages for key, value in stage.settings().items()]
+    values = {"algorithm": "custom", **apply_overrides(values, given)}
+    return parse(OnlineSettings, values, where)
+
+
+def _data_kind(stages: Sequence[Stage]) -> DataKind:
+    parts = [part for stage in stages for part in stage.expand()]
+    if any("response_ids" in part.writes for part in parts):
+        return "prompts"
+    return "preferences" if any("chosen" in part.reads for part in parts) else "supervised"
+
+
+def _device(name: str) -> str:
+    if name != "auto":
+        if name.startswith("cuda") and not torch.cuda.is_available():
+            raise ConfigError(f"device '{name}' was asked for, but torch sees no GPU", where="run.device", remedy="run.device=auto")
+        return name
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _stage_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
+    return {n.removeprefix("time/"): v for n, v in metrics.items() if n.startswith("time/") and n != "time/step"}
+
+
+def _samples(batch: Batch, tokenizer: Any, count: int) -> list[dict[str, Any]]:
+    rows = batch.index(range(min(count, len(batch))))
+    text = rows["response"] if "response" in rows else tokenizer.batch_decode(rows["response_ids"].to_list())
+    columns = ["rewards", *(n for n in rows.names if n.startswith("reward."))]
+    return [
+        {
+            "prompt": rows["prompt"][i],
+            "response": text[i],
+            **{name: float(rows[name][i]) for name in columns},
+            "finish_reason": rows["finish_reason"][i],
+            "group_id": int(rows["group_id"][i]),
+        }
+        for i in range(len(rows))
+    ]

@@ -1,0 +1,111 @@
+"""The actor: trains and generates, over one set of weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from podium.controller.dispatch import dispatch
+from podium.core.batch import Batch
+from podium.core.metrics import Metrics
+from podium.core.seeding import derive_seed
+from podium.engines.base import RolloutEngine, SamplingParams, TrainEngine
+from podium.engines.rollout.generate import generate
+from podium.workers.base import TrainedRole
+
+Progress = Callable[[int, int], None]
+
+
+def log_probs_as(engine: TrainEngine, batch: Batch, name: str) -> Batch:
+    """The engine's log-probs of the responses, as the one column `name`."""
+    return Batch({name: engine.compute(batch, ("log_probs",))["log_probs"]})
+
+
+class ActorWorker(TrainedRole):
+    """The policy: a train engine and a rollout engine over the same parameters.
+
+    After every update the rollout engine takes the new version (`update_weights`), so no sample is drawn from older
+    weights than its `policy_version` says.
+    """
+
+    def __init__(
+        self, engine: TrainEngine, rollout: RolloutEngine | None, sampling: SamplingParams, **trained: Any
+    ) -> None:
+        super().__init__(engine, **trained)
+        self.rollout, self.sampling = rollout, sampling
+        self.calls = 0
+
+    @dispatch("rows")
+    def generate_sequences(
+        self,
+        prompts: Batch,
+        *,
+        group_size: int = 1,
+        step: int | None = None,
+        temperature: float | None = None,
+        on_progress: Progress | None = None,
+    ) -> Batch:
+        """Samples `group_size` responses to each prompt.
+
+        Args:
+            prompts: with `prompt_ids`; other columns travel along.
+            group_size: responses per prompt; they share a `group_id`.
+            step: what the samples' seeds are derived from, besides the run's seed, the row and the index in the group;
+                by default the number of calls so far.
+            temperature: instead of the role's own; 0 is greedy.
+
+        Returns:
+            `len(prompts) * group_size` rows, a group's together, with `response_ids`, `response_mask`, `loss_mask`,
+            `rollout_log_probs`, `finish_reason`, `policy_version`, `group_id`, `sample_seed`.
+        """
+        if self.rollout is None:
+            raise RuntimeError("this actor was built without a rollout engine")
+        step = self.calls if step is None else step
+        self.calls += 1
+        batch = prompts.repeat(group_size)
+        rows = batch["row_index"].tolist() if "row_index" in batch else torch.arange(len(batch)).tolist()
+        seeds = [derive_seed(self.seed, "rollout", step, row, i % group_size) for i, row in enumerate(rows)]
+        groups = torch.arange(len(prompts)).repeat_interleave(group_size)
+        batch = batch.with_columns({"sample_seed": seeds, "group_id": groups})
+        sampling = self.sampling if temperature is None else replace(self.sampling, temperature=temperature)
+        return generate(self.rollout, batch, sampling, on_progress=on_progress)
+
+    @dispatch("rows")
+    def compute_log_probs(self, batch: Batch, name: str = "old_log_probs") -> Batch:
+        """Log-probs of the responses under the present weights, as the column `name` (nats, fp32)."""
+        return log_probs_as(self.engine, batch, name)
+
+    @dispatch("rows")
+    def update_policy(self, batch: Batch, loss: Any = None) -> Metrics:
+        """Updates the policy on `advantages` (and what else its loss names), then hands the weights to the rollout.
+
+        `old_log_probs` are computed here where the loss needs them and the batch has none.
+        """
+        loss = loss or self.loss
+        if loss is not None and "old_log_probs" in loss.columns and "old_log_probs" not in batch:
+            batch = batch.union(self.compute_log_probs(batch))
+        metrics = super().update(batch, loss)
+        self._hand_over()
+        return metrics
+
+    @dispatch("rows")
+    def update(self, batch: Batch, loss: Any = None) -> Metrics:
+        """Any other loss on the same weights (SFT)."""
+        return self.update_policy(batch, loss)
+
+    def _hand_over(self) -> None:
+        if self.rollout is not None:
+            self.rollout.update_weights(self.engine.policy_version)
+
+    @dispatch("first")
+    def state_dict(self) -> dict[str, Any]:
+        return {"engine": self.engine.state_dict(), "calls": self.calls}
+
+    @dispatch("broadcast")
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.engine.load_state_dict(state["engine"])
+        self.calls = state["calls"]
+        self._hand_over()

@@ -1,0 +1,94 @@
+"""What the trained roles share: one loss over a step's sequences, minibatch by minibatch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from podium.algorithms.base import Loss
+from podium.controller.dispatch import dispatch
+from podium.core.batch import Batch
+from podium.core.errors import ConfigError
+from podium.core.metrics import Metrics
+from podium.core.seeding import derive_seed
+from podium.engines.base import TrainEngine
+
+
+def minibatches(batch: Batch, sequences: int, *, seed: int | None, unit: str | None = None) -> Iterator[Batch]:
+    """Cuts a step's rows into minibatches of about `sequences` rows (0: one minibatch), even to one unit.
+
+    Rows with equal values in the column `unit` stay together. With a seed the units are put in an order drawn from it.
+    """
+    if not len(batch):
+        return
+    if sequences == 0 or sequences >= len(batch):
+        yield batch
+        return
+    ids = batch[unit] if unit else torch.arange(len(batch))
+    _, unit_of_row = torch.unique(ids, return_inverse=True)
+    units = int(unit_of_row.max()) + 1
+    order = torch.arange(units)
+    if seed is not None:
+        order = torch.randperm(units, generator=torch.Generator().manual_seed(seed))
+    for part in torch.tensor_split(order, max(1, round(len(batch) / sequences))):
+        yield batch.index(torch.isin(unit_of_row, part))
+
+
+class TrainedRole:
+    """A train engine, and how a step's sequences are cut for it.
+
+    Args:
+        engine: the model with its optimizer (or without one, for a role that is never updated).
+        loss: what `update` minimises when it is given no other.
+        minibatch_sequences: rows per optimizer update; 0: all.
+        epochs: passes over the rows.
+        seed: orders the minibatches of later epochs.
+    """
+
+    def __init__(
+        self,
+        engine: TrainEngine,
+        *,
+        loss: Loss | None = None,
+        minibatch_sequences: int = 0,
+        epochs: int = 1,
+        seed: int = 0,
+    ) -> None:
+        self.engine, self.loss = engine, loss
+        self.minibatch_sequences, self.epochs, self.seed = minibatch_sequences, epochs, seed
+
+    @dispatch("rows")
+    def update(self, batch: Batch, loss: Loss | None = None) -> Metrics:
+        """Optimizer updates over all rows, `epochs` times.
+
+        Args:
+            batch: with `prompt_ids`, `response_ids` and the columns that the loss names.
+
+        Returns:
+            the loss's and the engine's metrics, summed over the updates.
+        """
+        loss = loss or self.loss
+        if loss is None:
+            raise ConfigError(f"{type(self).__name__}.update was given no loss", remedy="pass loss=...")
+        metrics = Metrics()
+        for _ in range(self.epochs):
+            seed = derive_seed(self.seed, "minibatches", self.engine.policy_version)
+            for part in minibatches(batch, self.minibatch_sequences, seed=seed, unit=loss.keep_together):
+                metrics.merge(self.engine.update(part, loss))
+        return metrics
+
+    @dispatch("first")
+    def state_dict(self) -> dict[str, Any]:
+        """All state of the role, as tensors and plain values."""
+        return self.engine.state_dict()
+
+    @dispatch("broadcast")
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.engine.load_state_dict(state)
+
+    @dispatch("first")
+    def save_pretrained(self, folder: str) -> None:
+        """Writes the model as a Hugging Face folder."""
+        self.engine.save_pretrained(folder)  # type: ignore[attr-defined]
