@@ -1,0 +1,161 @@
+"""The oracle: `transformers`' own `generate`, on left-padded batches. Slow, and plain enough to trust."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from podium.core.errors import RolloutError
+from podium.core.seeding import derive_seed
+from podium.engines.base import Request, SamplingParams, Segment, Trajectory
+from podium.engines.rollout.requests import Limits
+from podium.engines.rollout.stopping import StopRule, end_token_ids
+
+
+class HFEngine:
+    """A `RolloutEngine` over `model.generate`. A step serves a whole batch of waiting requests to its end.
+
+    Seeds are per batch: one generator draws for all rows, seeded by the seeds of all its requests. So a sample does
+    depend on what else is in its batch (the native engine's does not); greedy ones do not. A request cannot be
+    interrupted while it is generated: `abort` finds only what waits.
+
+    Args:
+        max_concurrent: rows of one batch.
+    """
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, max_concurrent: int = 256) -> None:
+        if max_concurrent < 1:
+            raise RolloutError(f"max_concurrent={max_concurrent} must be at least 1")
+        self.model, self.tokenizer = model, tokenizer
+        self.max_concurrent = max_concurrent
+        self.policy_version = 0
+        self._waiting: dict[int, Request] = {}
+        self._ids = count()
+        self._ends = end_token_ids(model, tokenizer)
+        self._limits = Limits.of(model)
+
+    def submit(self, request: Request) -> int:
+        """Queues a request. Raises RolloutError where the prompt is empty or too long, or a setting is out of range."""
+        self._limits.check(request)
+        request_id = next(self._ids)
+        self._waiting[request_id] = request
+        return request_id
+
+    def step(self) -> list[Trajectory]:
+        """Serves the oldest waiting request and those that can share its batch (same settings, as many tokens left)."""
+        if not self._waiting:
+            return []
+        kind = _kind(next(iter(self._waiting.values())))
+        batch = {i: r for i, r in self._waiting.items() if _kind(r) == kind}
+        batch = dict(list(batch.items())[: self.max_concurrent])
+        with _as_library(self.model):
+            finished = self._generate(batch)
+        for request_id in batch:
+            del self._waiting[request_id]
+        return finished
+
+    def abort(self, request_id: int) -> Trajectory | None:
+        request = self._waiting.pop(request_id, None)
+        return None if request is None else Trajectory(request_id, request.prompt_ids, [], "aborted")
+
+    @property
+    def pending(self) -> int:
+        return len(self._waiting)
+
+    def update_weights(self, version: int) -> None:
+        """Nothing to move: the model is the trainer's."""
+        self.policy_version = version
+
+    def release(self) -> None:
+        """Nothing is held between steps."""
+
+    @torch.no_grad()
+    def _generate(self, batch: dict[int, Request]) -> list[Trajectory]:
+        requests = list(batch.values())
+        sampling = requests[0].sampling
+        prefixes = [(*r.prompt_ids, *r.response_ids) for r in requests]
+        width = max(map(len, prefixes))
+        ids = torch.zeros(len(prefixes), width, dtype=torch.int64)
+        mask = torch.zeros_like(ids)
+        for row, prefix in enumerate(prefixes):
+            ids[row, width - len(prefix) :] = torch.tensor(prefix)
+            mask[row, width - len(prefix) :] = 1
+        device = self.model.device
+        cuda = [device] if device.type == "cuda" else []
+        with torch.random.fork_rng(devices=cuda):
+            torch.manual_seed(derive_seed(*(r.seed for r in requests)))
+            out = self.model.generate(
+                ids.to(device),
+                attention_mask=mask.to(device),
+                generation_config=self._settings(sampling, sampling.max_new_tokens - len(requests[0].response_ids)),
+                tokenizer=self.tokenizer if sampling.stop else None,
+            )
+        sampled = out.sequences[:, width:]
+        log_probs = _log_probs(torch.stack(out.logits, 1), sampled, sampling.temperature or 1.0)
+        return [
+            self._trajectory(request_id, request, sampled[row].tolist(), log_probs[row].tolist())
+            for row, (request_id, request) in enumerate(batch.items())
+        ]
+
+    def _settings(self, sampling: SamplingParams, left: int) -> GenerationConfig:
+        drawn: dict[str, float | int | bool] = {"do_sample": False}
+        if sampling.temperature:
+            drawn = {"do_sample": True, "temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
+            if sampling.min_p:
+                drawn["min_p"] = sampling.min_p
+        return GenerationConfig(
+            max_new_tokens=left,
+            eos_token_id=sorted(self._ends.union(sampling.stop_token_ids)) or None,
+            pad_token_id=0,
+            stop_strings=list(sampling.stop) or None,
+            output_logits=True,
+            return_dict_in_generate=True,
+            **drawn,
+        )
+
+    def _trajectory(self, request_id: int, request: Request, tokens: list[int], log_probs: list[float]) -> Trajectory:
+        """Cut at the first token that ends the response: what follows in the row is padding."""
+        rule = StopRule(self.tokenizer, request.sampling, self._ends, request.prompt_ids, request.response_ids)
+        for end, token in enumerate(tokens, start=1):
+            reason = rule.push(token)
+            if reason is not None:
+                segment = Segment("policy", tokens[:end], log_probs[:end], self.policy_version)
+                return Trajectory(request_id, request.prompt_ids, [segment], reason)
+        raise RolloutError(f"transformers ended request {request_id} after {len(tokens)} tokens, before its rules say so")
+
+
+def _kind(request: Request) -> tuple[SamplingParams, int]:
+    return request.sampling, len(request.response_ids)
+
+
+def _log_probs(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
+    """`logits [B, T, V]`, `tokens [B, T]` -> log-probs `[B, T]` fp32, of the whole distribution at the temperature."""
+    return (logits.float() / temperature).log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
+
+
+@contextmanager
+def _as_library(model: PreTrainedModel) -> Iterator[None]:
+    """The library's attention, evaluation mode and none of the model's own generation defaults; all put back afterwards."""
+    # SDPA would silently leave out a soft cap on the scores (Gemma 2).
+    capped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None)
+    before = [(m, m.config._attn_implementation) for m in (model, model.base_model)]
+    training = [module for module in model.modules() if module.training]
+    defaults = model.generation_config
+    for module in training:
+        module.training = False
+    for module, _ in before:
+        module.set_attn_implementation("eager" if capped else "sdpa")
+    model.generation_config = GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = defaults
+        for module, implementation in before:
+            module.set_attn_implementation(implementation)
+        for module in training:
+            module.training = True

@@ -1,0 +1,318 @@
+"""The native rollout engine: continuous batching in the trainer's own process, over the trainer's own parameters.
+
+One step: decode a token for every running sequence in one forward pass `[B, 1]`, then prefill what waits into the slots
+that are free (each distinct prompt once, packed in one row). There is no copy of a weight, so an update needs no
+transfer; `update_weights` recomputes the caches of what is running. What is left out: a paged cache, chunked prefill,
+speculation, prefixes shared beyond requests that wait together.
+
+A sample depends on its seed, its prompt and the weights. Matrix products round differently for another number of rows
+(about 1e-6 in fp32, 1e-2 in bf16), so in fp32 the sample is the same in any batch but for a draw that falls within that
+of a border between two tokens; in bf16 such draws are not rare.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from podium.core.errors import RolloutError
+from podium.engines.base import Request, Trajectory
+from podium.engines.rollout.native.attention import DecodeAttention, PrefillAttention
+from podium.engines.rollout.native.kv_cache import KVCache, Prefix
+from podium.engines.rollout.native.sampler import Sampler
+from podium.engines.rollout.native.scheduler import Group, Scheduler, Sequence, row_parts
+from podium.engines.rollout.requests import Limits
+from podium.engines.rollout.stopping import StopRule, end_token_ids
+from podium.models.attention import IMPLEMENTATION, use_podium_attention
+from podium.models.lm_head import base_of, lm_head_of, verify_head
+from podium.models.storage import moved_parameters, storage_fingerprint
+
+# Logits in fp32 at a time: 64 MiB.
+_LOGITS_AT_ONCE = 1 << 24
+
+
+@dataclass
+class Counters:
+    """Work done so far: forward passes of decoding, tokens prefilled (a shared prompt once), tokens sampled."""
+
+    decode_steps: int = 0
+    prefill_tokens: int = 0
+    sampled_tokens: int = 0
+
+
+class NativeEngine:
+    """A `RolloutEngine` over a `transformers` causal LM that someone else may be training.
+
+    The model's attention is switched to Podium's (a setting of its config); its parameters are read, never written. It
+    runs in evaluation mode during a step and is left in the mode it was in.
+
+    Args:
+        max_concurrent: sequences decoded at once.
+        prefill_tokens: prompts are packed up to about this many tokens in one forward pass.
+        max_cache_tokens: bound on the cache, in tokens (sequences at once x the longest they may become); None: no bound.
+
+    Raises:
+        ModelError: the model's head or attention cannot be used; `rollout.engine=hf` can.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        max_concurrent: int = 256,
+        prefill_tokens: int = 8192,
+        max_cache_tokens: int | None = None,
+    ) -> None:
+        if max_concurrent < 1 or prefill_tokens < 1:
+            raise RolloutError(f"max_concurrent={max_concurrent}, prefill_tokens={prefill_tokens}: both must be at least 1")
+        self.model, self.tokenizer = model, tokenizer
+        self.base, self.head = base_of(model), lm_head_of(model)
+        self.policy_version = 0
+        self.prefill_tokens = prefill_tokens
+        self.counters = Counters()
+        self._scheduler = Scheduler(max_concurrent, max_cache_tokens)
+        self._cache, self._sampler = KVCache(), Sampler()
+        self._prefixes: dict[tuple[int, ...], Prefix] = {}
+        self._stale = False
+        self._ids = count()
+        self._ends = end_token_ids(model, tokenizer)
+        self._limits = Limits.of(model)
+        self._storage = storage_fingerprint(model)
+        with self._generating():
+            verify_head(model)
+
+    # ------------------------------------------------------------------ the interface
+
+    def submit(self, request: Request) -> int:
+        """Queues a request. Raises RolloutError where the prompt is empty or too long, or a setting is out of range."""
+        self._limits.check(request)
+        rule = StopRule(self.tokenizer, request.sampling, self._ends, request.prompt_ids, request.response_ids)
+        sequence = Sequence(next(self._ids), request, rule)
+        self._scheduler.add(sequence)
+        return sequence.id
+
+    def step(self) -> list[Trajectory]:
+        """One token for every running request, the first token for those that a slot is free for; what finished.
+
+        Raises RolloutError, naming request and position, where logits are not finite; nothing is advanced then.
+        """
+        with self._generating():
+            if self._stale:
+                self._recompute()
+            finished = self._decode() if self._scheduler.running else []
+            while groups := self._scheduler.take(self.prefill_tokens):
+                finished += self._start(groups)
+        return finished
+
+    def abort(self, request_id: int) -> Trajectory | None:
+        """Ends a request; `requests.resume` makes the request that continues it."""
+        sequence = self._scheduler.drop_waiting(request_id)
+        if sequence is None:
+            slot = next((i for i, s in enumerate(self._scheduler.running) if s.id == request_id), None)
+            if slot is None:
+                return None
+            sequence = self._scheduler.running[slot]
+            self._retire([slot])
+        self._drop_prefixes()
+        return sequence.trajectory("aborted")
+
+    @property
+    def pending(self) -> int:
+        return len(self._scheduler.waiting) + len(self._scheduler.running)
+
+    def update_weights(self, version: int) -> None:
+        """The parameters now hold this version. Running sequences go on under it, in a new segment.
+
+        Raises RolloutError where a parameter is no longer where it was when the engine was made.
+        """
+        moved = moved_parameters(self._storage, storage_fingerprint(self.model))
+        if moved:
+            raise RolloutError(
+                f"{len(moved)} of the model's parameters moved since the engine was made, '{moved[0]}' first",
+                where="update_weights",
+                remedy="change parameters in place, or make a new engine after moving or casting the model",
+            )
+        self.policy_version = version
+        self._stale = True
+
+    def release(self) -> None:
+        """Frees the cache. Running requests stay; the next step computes theirs again."""
+        self._cache.release()
+        self._sampler.release()
+        self._stale = True
+
+    @property
+    def cache_bytes(self) -> int:
+        """Memory held by the cache now, in bytes."""
+        return self._cache.bytes
+
+    # ------------------------------------------------------------------ a step's parts
+
+    def _decode(self) -> list[Trajectory]:
+        """One token for each running sequence."""
+        rows = self._scheduler.running
+        order = self._scheduler.sorted_order()
+        if order is not None:
+            self._cache.permute(order, max(s.length for s in rows))
+            rows[:] = [rows[slot] for slot in order]
+        lengths = [sequence.length for sequence in rows]
+        self._reserve(max(lengths), used=len(rows))
+        device = self.model.device
+        context = DecodeAttention(self._cache, lengths, row_parts(lengths), device)
+        ids = torch.tensor([[sequence.tokens[-1]] for sequence in rows]).to(device)
+        hidden = self._forward(ids, context.lengths[:, None] - 1, context)[:, 0]
+        tokens, log_probs = self._sample(rows, hidden)
+        self.counters.decode_steps += 1
+        return self._advance(0, tokens, log_probs)
+
+    def _start(self, groups: list[Group]) -> list[Trajectory]:
+        """Prefills groups that just took their slots (the last ones), and samples their first tokens."""
+        rows = [sequence for group in groups for sequence in group.sequences]
+        first = len(self._scheduler.running) - len(rows)
+        try:
+            hidden = self._prefill(groups, first)
+            tokens, log_probs = self._sample(rows, hidden)
+        except BaseException:
+            self._scheduler.put_back(groups)
+            raise
+        self._drop_prefixes()
+        return self._advance(first, tokens, log_probs)
+
+    def _prefill(self, groups: list[Group], first: int) -> Tensor:
+        """The last hidden state of each group's prefix, once per sequence: `[rows, H]`. Fills the slots from `first` on."""
+        self._reserve(max(len(group.prefix) for group in groups) + 1, used=first)
+        slots: list[list[int]] = []
+        for group in groups:
+            slots.append(list(range(first, first + len(group.sequences))))
+            first = slots[-1][-1] + 1
+        new = [i for i, group in enumerate(groups) if group.prefix not in self._prefixes]
+        fresh = self._run_packed([groups[i].prefix for i in new], [slots[i] for i in new]) if new else None
+        last: dict[int, Tensor] = {} if fresh is None else dict(zip(new, fresh, strict=True))
+        for i, group in enumerate(groups):
+            if i not in last:
+                saved = self._prefixes[group.prefix]
+                self._cache.write_prefix(slots[i], saved)
+                last[i] = saved.hidden
+            elif group.more:
+                self._prefixes[group.prefix] = self._cache.read_prefix(slots[i][0], len(group.prefix), last[i])
+        sizes = torch.tensor([len(group.sequences) for group in groups], device=self.model.device)
+        return torch.stack([last[i] for i in range(len(groups))]).repeat_interleave(sizes, 0)
+
+    def _recompute(self) -> None:
+        """Fills the cache again, under the weights as they are now: each running sequence but for its last token."""
+        self._prefixes.clear()
+        rows = self._scheduler.running
+        if rows:
+            self._reserve(max(sequence.length for sequence in rows), used=0)
+            at = 0
+            while at < len(rows):
+                end, tokens = at, 0
+                while end < len(rows) and (end == at or tokens + rows[end].length <= self.prefill_tokens):
+                    tokens += rows[end].length
+                    end += 1
+                self._run_packed([s.prefix[:-1] for s in rows[at:end]], [[slot] for slot in range(at, end)])
+                at = end
+        self._stale = False
+
+    def _run_packed(self, prefixes: list[tuple[int, ...]], slots: list[list[int]]) -> Tensor:
+        """Runs the prefixes in one row, files their keys and values in the slots; the last hidden states `[S, H]`."""
+        device = self.model.device
+        lengths = [len(prefix) for prefix in prefixes]
+        context = PrefillAttention(self._cache, lengths, slots, device)
+        ids = torch.tensor([token for prefix in prefixes for token in prefix]).to(device)
+        positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
+        hidden = self._forward(ids[None], positions[None], context)[0]
+        self.counters.prefill_tokens += len(ids)
+        return hidden[(torch.tensor(lengths).cumsum(0) - 1).to(device)]
+
+    def _forward(self, ids: Tensor, positions: Tensor, context: PrefillAttention | DecodeAttention) -> Tensor:
+        """Last hidden states `[R, N, H]`."""
+        out = self.base(input_ids=ids, position_ids=positions, use_cache=False, podium_context=context)
+        return out.last_hidden_state
+
+    def _sample(self, rows: list[Sequence], hidden: Tensor) -> tuple[list[int], list[float]]:
+        """A token and its log-prob for each row, from its hidden state `[B, H]`."""
+        tokens: list[int] = []
+        log_probs: list[float] = []
+        size = max(1, _LOGITS_AT_ONCE // self._limits.vocabulary)
+        for at in range(0, len(rows), size):
+            part = rows[at : at + size]
+            seeds, positions = [s.request.seed for s in part], [len(s.tokens) for s in part]
+            params = [s.request.sampling for s in part]
+            drawn, scores = self._sampler(self.head.logits(hidden[at : at + size]), seeds, positions, params)
+            tokens += drawn.tolist()
+            log_probs += scores.tolist()
+        self._check_finite(rows, log_probs)
+        return tokens, log_probs
+
+    def _check_finite(self, rows: list[Sequence], log_probs: list[float]) -> None:
+        # The difference of a number with itself is 0 only where it is finite.
+        bad = next((i for i, value in enumerate(log_probs) if value - value != 0), None)
+        if bad is not None:
+            sequence = rows[bad]
+            raise RolloutError(
+                f"the model's logits for request {sequence.id} at response position {len(sequence.tokens)} are not finite "
+                "(NaN, +inf, or all -inf)",
+                remedy="look for NaN in the weights (a too high learning rate?), or use float32",
+            )
+
+    def _advance(self, first: int, tokens: list[int], log_probs: list[float]) -> list[Trajectory]:
+        """Gives the running sequences from slot `first` on their tokens; takes out those that end."""
+        rows = self._scheduler.running[first:]
+        finished, slots = [], []
+        for slot, (sequence, token, log_prob) in enumerate(zip(rows, tokens, log_probs, strict=True), start=first):
+            reason = sequence.append(token, log_prob, self.policy_version)
+            if reason is not None:
+                finished.append(sequence.trajectory(reason))
+                slots.append(slot)
+        self.counters.sampled_tokens += len(rows)
+        if slots:
+            self._retire(slots)
+        return finished
+
+    # ------------------------------------------------------------------ housekeeping
+
+    @torch.inference_mode()
+    def _retire(self, slots: list[int]) -> None:
+        moves = self._scheduler.retire(slots)
+        if moves:
+            self._cache.move(moves, max(self._scheduler.running[target].length for _, target in moves))
+
+    def _reserve(self, length: int, *, used: int) -> None:
+        rows = self._scheduler.running
+        if len(rows) > self._cache.slots or length > self._cache.capacity:
+            self._cache.reserve(
+                len(rows),
+                length,
+                most_rows=self._scheduler.max_concurrent,
+                most_length=max(sequence.most for sequence in rows),
+                used=used,
+            )
+
+    def _drop_prefixes(self) -> None:
+        """Prompts kept for siblings go when none waits any more."""
+        for prefix in [p for p in self._prefixes if not self._scheduler.waits_for(p)]:
+            del self._prefixes[prefix]
+
+    @contextmanager
+    def _generating(self) -> Iterator[None]:
+        """Evaluation mode, no gradients, Podium's attention; modes are put back as they were."""
+        training = [module for module in self.model.modules() if module.training] if self.model.training else []
+        for module in training:
+            module.training = False
+        for module in (self.model, self.base):
+            if module.config._attn_implementation != IMPLEMENTATION:
+                use_podium_attention(module)
+        try:
+            with torch.inference_mode():
+                yield
+        finally:
+            for module in training:
+                module.training = True

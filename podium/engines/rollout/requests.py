@@ -1,0 +1,70 @@
+"""What engines check of a request before they queue it, and what a caller does with an interrupted one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from transformers import PreTrainedModel
+
+from podium.core.errors import RolloutError
+from podium.engines.base import Request, Trajectory
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a model can take: tokens in all (None: no limit known), and its vocabulary (valid token ids)."""
+
+    positions: int | None
+    vocabulary: int
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> Limits:
+        config = model.config.get_text_config()
+        return cls(getattr(config, "max_position_embeddings", None), model.get_input_embeddings().num_embeddings)
+
+    def check(self, request: Request) -> None:
+        """Raises RolloutError for a request that can never be served."""
+        sampling, prompt, written = request.sampling, request.prompt_ids, request.response_ids
+        if not prompt:
+            raise RolloutError("the prompt is empty", remedy="a prompt needs at least one token; add the begin token")
+        if sampling.max_new_tokens <= len(written):
+            raise RolloutError(
+                f"max_new_tokens={sampling.max_new_tokens} leaves nothing to generate after {len(written)} response tokens"
+            )
+        total = len(prompt) + sampling.max_new_tokens
+        if self.positions is not None and total > self.positions:
+            raise RolloutError(
+                f"prompt of {len(prompt)} tokens + max_new_tokens={sampling.max_new_tokens} = {total}, "
+                f"beyond the model's max_position_embeddings={self.positions}",
+                remedy=f"set max_new_tokens to at most {max(0, self.positions - len(prompt))}, or shorten the prompt",
+            )
+        odd = [t for t in (*prompt, *written, *sampling.stop_token_ids) if not 0 <= t < self.vocabulary]
+        if odd:
+            raise RolloutError(
+                f"token id {odd[0]} is outside the model's vocabulary of {self.vocabulary}",
+                remedy="use the tokenizer that belongs to the model",
+            )
+        _check_sampling(request)
+
+
+def _check_sampling(request: Request) -> None:
+    s = request.sampling
+    for name, value, good in (
+        ("temperature", s.temperature, s.temperature >= 0),
+        ("top_p", s.top_p, 0 < s.top_p <= 1),
+        ("top_k", s.top_k, s.top_k >= 0),
+        ("min_p", s.min_p, 0 <= s.min_p <= 1),
+        ("stop", s.stop, all(s.stop)),
+    ):
+        if not good:
+            raise RolloutError(f"{name}={value!r} is out of range", where="SamplingParams")
+
+
+def resume(request: Request, partial: Trajectory) -> Request:
+    """The request that continues an aborted one: same seed, so the same remaining draws."""
+    return replace(request, response_ids=(*request.response_ids, *partial.response_ids))
+
+
+def join(partial: Trajectory, continued: Trajectory) -> Trajectory:
+    """Both parts of an interrupted response as one trajectory."""
+    return replace(continued, segments=[*partial.segments, *continued.segments])
