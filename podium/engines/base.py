@@ -37,7 +37,8 @@ class SamplingParams:
 class Request:
     """One response to generate. `seed` alone decides its random draws, whatever batch it is in.
 
-    `response_ids` continues an interrupted response: tokens that are already there.
+    `response_ids` continues an interrupted response: tokens that are already there. They count towards `max_new_tokens`;
+    the trajectory has the new segments only (`engines.rollout.requests` has `resume` and `join`).
     """
 
     prompt_ids: tuple[int, ...]
@@ -94,6 +95,10 @@ class RolloutEngine(Protocol):
 
     def update_weights(self, version: int) -> None:
         """Takes the policy's new version; after this every token is sampled from it, and no cache of older ones is used."""
+        ...
+
+    def release(self) -> None:
+        """Frees what the engine holds between rollouts (caches, not weights). Requests that are pending stay."""
         ...
 
 
