@@ -1,0 +1,134 @@
+"""Finds a reward by what a user writes: a function, `module:function`, `file.py:function`, a built-in's name."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from podium.core.errors import ConfigError, did_you_mean
+from podium.core.settings import RewardSettings
+from podium.rewards.adapters import adapt
+from podium.rewards.base import Reward
+from podium.rewards.functions import BUILT_IN
+
+Spec = RewardSettings | Callable[..., Any] | str | Reward
+
+
+def load_reward(spec: Spec, weight: float | None = None) -> Reward:
+    """A reward from its settings, its name, or the function itself. `weight` overrides the settings' (default 1).
+
+    A ready `Reward` is returned as it is. Raises ConfigError (file, function, nearest name) where it cannot be found,
+    or where the function follows neither TRL's nor verl's signature.
+    """
+    if isinstance(spec, Reward):
+        if weight is not None:
+            spec.weight = weight
+        return spec
+    if isinstance(spec, str):
+        spec = RewardSettings(function=spec)
+    if isinstance(spec, RewardSettings):
+        function, options = _find(spec.function, spec.options)
+        name = spec.name or (spec.function if spec.function in BUILT_IN else _name_of(function))
+        factor = spec.weight if weight is None else weight
+        return adapt(function, name, weight=factor, on_error=spec.on_error, options=options)
+    if not callable(spec):
+        raise ConfigError(f"{spec!r} is not a reward", where="rewards", remedy="give a function, or the name of one")
+    return adapt(spec, _name_of(spec), weight=1.0 if weight is None else weight)
+
+
+def load_rewards(specs: Iterable[Spec]) -> list[Reward]:
+    """Several rewards; their names must differ. Raises ConfigError as `load_reward`."""
+    rewards = [load_reward(spec) for spec in specs]
+    names = [reward.name for reward in rewards]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(
+                f"{names.count(name)} rewards are called '{name}'",
+                where="rewards",
+                remedy="give each its own name (rewards.N.name)",
+            )
+    return rewards
+
+
+def _name_of(function: Any) -> str:
+    function = getattr(function, "func", function)  # a functools.partial
+    return getattr(function, "__name__", None) or type(function).__name__
+
+
+def _find(path: str, options: dict[str, Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """The function, and the options that are still to be passed at each call."""
+    if path in BUILT_IN:
+        return _made(path, options), {}
+    source, colon, name = path.rpartition(":")
+    if not colon or not source or not name:
+        raise ConfigError(
+            f"no built-in reward is called '{path}'",
+            where="rewards",
+            remedy=did_you_mean(path, BUILT_IN) + " Your own: module:function, or path/file.py:function.",
+        )
+    module = _load_file(Path(source)) if source.endswith(".py") else _import_module(source)
+    if not hasattr(module, name):
+        own = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
+        raise ConfigError(f"it has no function '{name}'", where=source, remedy=did_you_mean(name, own))
+    function = getattr(module, name)
+    if not callable(function):
+        raise ConfigError(f"'{name}' is a {type(function).__name__}, not a function", where=source)
+    return function, options
+
+
+def _made(name: str, options: dict[str, Any]) -> Callable[..., Any]:
+    factory = BUILT_IN.get(name)
+    known = list(inspect.signature(factory).parameters)
+    for option in options:
+        if option not in known:
+            raise ConfigError(f"unknown option '{option}'", where=f"reward '{name}'", remedy=did_you_mean(option, known))
+    return factory(**options)
+
+
+def _load_file(path: Path) -> Any:
+    if not path.is_file():
+        near = did_you_mean(path.name, [p.name for p in path.parent.glob("*.py")]) if path.parent.is_dir() else "no such folder"
+        raise ConfigError(f"no such file: {path}", where="rewards", remedy=near)
+    # The folder of the file is importable, as when python runs it.
+    name = f"podium_reward_{path.stem}_{abs(hash(str(path.resolve())))}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    with _importable(path.resolve().parent):
+        try:
+            spec.loader.exec_module(module)
+        except Exception as error:  # a user's file: anything
+            del sys.modules[name]
+            raise ConfigError(f"cannot be imported: {type(error).__name__}: {error}", where=str(path)) from error
+    return module
+
+
+def _import_module(name: str) -> Any:
+    with _importable(Path.cwd()):
+        try:
+            return importlib.import_module(name)
+        except Exception as error:  # a user's module: anything
+            missing = isinstance(error, ModuleNotFoundError) and error.name is not None and name.startswith(error.name)
+            what = f"no module '{name}'" if missing else f"cannot be imported: {type(error).__name__}: {error}"
+            remedy = "run from its folder, install it, or give the file: path/file.py:function" if missing else None
+            raise ConfigError(what, where="rewards" if missing else name, remedy=remedy) from error
+
+
+class _importable:
+    """Puts a folder at the front of the import path for a while (a command's own folder is there, not the user's)."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = str(folder)
+
+    def __enter__(self) -> None:
+        sys.path.insert(0, self.folder)
+
+    def __exit__(self, *_: object) -> None:
+        sys.path.remove(self.folder)
