@@ -56,7 +56,8 @@ def column(
 
 def lookup(name: str) -> Column:
     """The definition of a column. Raises BatchError, with the nearest name, for one that is not registered."""
-    found = _COLUMNS.get(name) or _COLUMNS.get(name.partition(".")[0] + ".*")
+    family, dot, _ = name.partition(".")
+    found = _COLUMNS.get(name) or (_COLUMNS.get(f"{family}.*") if dot else None)
     if found is None:
         raise BatchError(
             f"unknown column '{name}'",

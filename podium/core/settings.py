@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_serializer, field_validator, model_validator
 
 from podium.core.config import Settings
 
@@ -52,7 +53,7 @@ class DataSettings(Settings):
 
 
 class RewardSettings(Settings):
-    function: str
+    function: str | Callable[..., Any]
     """`module:function`, `file.py:function`, or a built-in (`math_verify`, `reasoning_gym`, `exact_match`)."""
     name: str | None = None
     """Name in the metrics; by default the function's."""
@@ -62,6 +63,11 @@ class RewardSettings(Settings):
     """A reward that raises: an error that names the sample, or the sample is left out of the update and counted."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Passed to the function as keywords."""
+
+    @field_serializer("function")
+    def _function_name(self, function: Any) -> str:
+        """A function object stands in the resolved settings by its name."""
+        return function if isinstance(function, str) else f"{function.__module__}:{function.__qualname__}"
 
 
 class RolloutSettings(Settings):

@@ -74,9 +74,7 @@ def train(
         values = _merge(values, {"data": {"eval_path": str(eval_data)}})
     elif eval_data is not None:
         given["eval_data"] = list(eval_data)
-    if any(callable(r) for r in rewards):
-        given["rewards"] = list(rewards)
-    elif rewards:
+    if rewards:
         values["rewards"] = [{"function": r} for r in rewards]
     return build(read_settings(values), **given).train(resume=resume)
 

@@ -22,9 +22,10 @@ class StepContext:
     on_progress: Callable[[str, int, int], None] | None = None
     """Called as (stage, done, total) while a long stage works."""
 
-    def progress_of(self, stage: str) -> Callable[[int, int], None] | None:
+    def progress_of(self, stage: str) -> Callable[[int, int, int], None] | None:
+        """A callback in the form that `generate` takes: responses finished, responses in all, tokens."""
         report = self.on_progress
-        return None if report is None else lambda done, total: report(stage, done, total)
+        return None if report is None else lambda done, total, tokens: report(stage, done, total)
 
 
 class Stage:

@@ -66,6 +66,7 @@ class Trainer:
         model_names: roles that the run is to have; it is an error if the recipe's graph calls others.
         resource_pool: devices and backend of each role.
         config_path: the same as a path in `config`.
+        models: models that are in memory already, by role ("actor": a `transformers` model); `tokenizer` goes with the actor.
         data: rows (a list of dicts) instead of `data.path`; `eval_data` likewise.
         evaluation: stages that measure held-out rows; by default the recipe's, or greedy rollout and reward.
         executor: where workers live; by default this process.
@@ -82,6 +83,8 @@ class Trainer:
         model_names: Iterable[str] | None = None,
         resource_pool: Mapping[str, Any] | ResourcePool | None = None,
         config_path: str | Path | None = None,
+        models: Mapping[str, Any] | None = None,
+        tokenizer: Any = None,
         data: Any = None,
         eval_data: Any = None,
         evaluation: Sequence[Stage] | None = None,
@@ -101,6 +104,7 @@ class Trainer:
         self._check(model_names)
         self.executor = executor or LocalExecutor()
         self._given_data, self._given_eval = data, eval_data
+        self._given_models, self._given_tokenizer = dict(models or {}), tokenizer
         self.roles: dict[str, RoleHandle] = {}
         self.tokenizer: Any = None
         self.step = 0
@@ -212,9 +216,10 @@ class Trainer:
         device = _device(settings.run.device)
         for line in self.pool.notes(device, torch.cuda.device_count() if device != "cpu" else 0):
             note(line)
-        given = {role: model for stage in self.graph.stages for role, model in stage.models().items()}
-        tokenizer = next((s.tokenizer for s in self.graph.stages if getattr(s, "tokenizer", None) is not None), None)
-        roles = Roles(settings, given, tokenizer, self.executor, device)
+        for stage in self.graph.stages:
+            self._given_models |= stage.models()
+            self._given_tokenizer = self._given_tokenizer or getattr(stage, "tokenizer", None)
+        roles = Roles(settings, self._given_models, self._given_tokenizer, self.executor, device)
         self.tokenizer = roles.tokenizer
         data = load_data(settings, self.kind, self.tokenizer, self._given_data, self._given_eval)
         for line in data.lines:

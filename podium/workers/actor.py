@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -16,7 +17,7 @@ from podium.engines.base import RolloutEngine, SamplingParams, TrainEngine
 from podium.engines.rollout.generate import generate
 from podium.workers.base import TrainedRole
 
-Progress = Callable[[int, int], None]
+Progress = Callable[[int, int, int], None]
 
 
 def log_probs_as(engine: TrainEngine, batch: Batch, name: str) -> Batch:
@@ -67,7 +68,11 @@ class ActorWorker(TrainedRole):
         self.calls += 1
         batch = prompts.repeat(group_size)
         rows = batch["row_index"].tolist() if "row_index" in batch else torch.arange(len(batch)).tolist()
-        seeds = [derive_seed(self.seed, "rollout", step, row, i % group_size) for i, row in enumerate(rows)]
+        seen: Counter[int] = Counter()  # a row that a step takes twice (at an epoch's end) goes on counting
+        seeds = []
+        for row in rows:
+            seeds.append(derive_seed(self.seed, "rollout", step, row, seen[row]))
+            seen[row] += 1
         groups = torch.arange(len(prompts)).repeat_interleave(group_size)
         batch = batch.with_columns({"sample_seed": seeds, "group_id": groups})
         sampling = self.sampling if temperature is None else replace(self.sampling, temperature=temperature)
