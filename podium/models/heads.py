@@ -1,0 +1,223 @@
+"""The models of the roles: a policy, a critic, a reward model; each a `transformers` base under one kind of head.
+
+All take a packed row and compute only what is asked for: `compute(packed, outputs)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoModel, PreTrainedModel, PreTrainedTokenizerBase
+
+from podium.algorithms.log_probs import log_probs_from_hidden
+from podium.core.errors import ModelError
+from podium.models.attention import IMPLEMENTATION
+from podium.models.lm_head import base_of, hidden_states, lm_head_of, use_attention, verify_base, verify_head
+from podium.models.loading import (
+    PathLike,
+    load_causal_lm,
+    load_pretrained,
+    load_sequence_classifier,
+    replaced_folder,
+    save_pretrained,
+    without_dropout,
+)
+from podium.models.packed import Packed
+
+VALUE_HEAD_FILE = "value_head.safetensors"
+
+
+def _check_outputs(name: str, outputs: Iterable[str], known: Sequence[str]) -> None:
+    unknown = sorted(set(outputs) - set(known))
+    if unknown:
+        raise ModelError(f"{name} does not compute {', '.join(unknown)}", remedy="it computes: " + ", ".join(known))
+
+
+class ActorModel(nn.Module):
+    """The policy: a causal LM that gives the log-probs of given responses.
+
+    Args:
+        model: a `transformers` causal LM. Its attention is switched to Podium's contexts; its weights are not touched.
+        temperature: divides the logits, as in sampling; 0 (greedy) counts as 1.
+
+    Raises:
+        ModelError: the architecture's head or attention cannot be used (see `verify_head`).
+    """
+
+    OUTPUTS = ("log_probs", "entropy")
+
+    def __init__(self, model: PreTrainedModel, *, temperature: float = 1.0) -> None:
+        super().__init__()
+        self.model = without_dropout(model)
+        self.temperature = temperature
+        use_attention(model, IMPLEMENTATION)
+        verify_head(model)
+
+    @classmethod
+    def from_pretrained(cls, path: PathLike, *, temperature: float = 1.0, **options: Any) -> Self:
+        """From a folder, a hub name or a GGUF file. `options` are those of `load_causal_lm`."""
+        return cls(load_causal_lm(path, **options), temperature=temperature)
+
+    def compute(self, packed: Packed, outputs: Sequence[str]) -> dict[str, Tensor]:
+        """`log_probs [M]` (nats, fp32) of the response tokens; `entropy [M]` of the distributions they were drawn from.
+
+        The LM head runs only where a response token is predicted.
+        """
+        _check_outputs("ActorModel", outputs, self.OUTPUTS)
+        packed = packed.to(self.device)
+        hidden = hidden_states(base_of(self.model), packed).index_select(0, packed.predict_index)
+        head = lm_head_of(self.model)
+        log_probs_of = partial(
+            log_probs_from_hidden,
+            hidden,
+            head.weight,
+            packed.targets,
+            bias=head.bias,
+            softcap=head.softcap,
+            scale=head.scale,
+            temperature=self.temperature or 1.0,
+        )
+        if "entropy" not in outputs:
+            return {"log_probs": log_probs_of()}
+        log_probs, entropy = log_probs_of(with_entropy=True)
+        both = {"log_probs": log_probs, "entropy": entropy}
+        return {name: both[name] for name in outputs}
+
+    forward = compute
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    def save_pretrained(self, folder: PathLike, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
+        """Writes a causal LM folder."""
+        save_pretrained(folder, self.model, tokenizer)
+
+
+class CriticModel(nn.Module):
+    """The critic: a value before every response token.
+
+    Args:
+        base: the module that gives hidden states (`base_of` a causal LM).
+        head: `Linear(hidden, 1)`; by default a new one, in fp32, with small values (values start near 0).
+    """
+
+    OUTPUTS = ("values",)
+
+    def __init__(self, base: PreTrainedModel, head: nn.Linear | None = None) -> None:
+        super().__init__()
+        self.base = without_dropout(base)
+        self.head = _new_value_head(base) if head is None else head
+        use_attention(base, IMPLEMENTATION)
+        verify_base(base)
+
+    @classmethod
+    def from_pretrained(cls, path: PathLike, **options: Any) -> Self:
+        """From a causal LM (folder, hub name, GGUF file), with a new head, or from a saved critic's folder."""
+        saved_head = Path(path).expanduser() / VALUE_HEAD_FILE
+        if not saved_head.is_file():
+            return cls(base_of(load_causal_lm(path, **options)))
+        critic = cls(load_pretrained(AutoModel, path, **options))
+        critic.head.load_state_dict(load_file(saved_head))
+        return critic
+
+    def compute(self, packed: Packed, outputs: Sequence[str]) -> dict[str, Tensor]:
+        """`values [M]`, fp32: what the state before each response token is worth (reward units)."""
+        _check_outputs("CriticModel", outputs, self.OUTPUTS)
+        packed = packed.to(self.device)
+        hidden = hidden_states(self.base, packed).index_select(0, packed.predict_index)
+        return {"values": self.head(hidden.to(self.head.weight.dtype)).squeeze(-1).float()}
+
+    forward = compute
+
+    @property
+    def device(self) -> torch.device:
+        return self.base.device
+
+    def save_pretrained(self, folder: PathLike, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
+        """Writes the base as an `AutoModel` folder, with the value head in a file beside it."""
+        with replaced_folder(folder) as fresh:
+            self.base.save_pretrained(fresh)
+            save_file({name: t.contiguous() for name, t in self.head.state_dict().items()}, fresh / VALUE_HEAD_FILE)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(fresh)
+
+
+class RewardModel(nn.Module):
+    """A reward model: one score (or several) for a whole sequence, read at its last token.
+
+    Args:
+        model: an `AutoModelForSequenceClassification` over a causal base, with its head in `model.score`.
+
+    Raises:
+        ModelError: the model is of another kind (an encoder).
+    """
+
+    OUTPUTS = ("scores",)
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = without_dropout(model)
+        if not isinstance(getattr(model, "score", None), nn.Linear):
+            raise ModelError(
+                f"{type(model).__name__} has no linear score head over a causal model",
+                remedy="use a reward model whose class has one (LlamaForSequenceClassification, Qwen2For..., ...)",
+            )
+        use_attention(model, IMPLEMENTATION)
+        verify_base(base_of(model))
+
+    @classmethod
+    def from_pretrained(cls, path: PathLike, **options: Any) -> Self:
+        """From a sequence-classification folder. `options` are those of `load_sequence_classifier`.
+
+        Raises ModelError where the folder has no score head (`from_causal_lm` puts a new one on a language model).
+        """
+        return cls(load_sequence_classifier(path, **options))
+
+    @classmethod
+    def from_causal_lm(cls, path: PathLike, *, heads: int = 1, **options: Any) -> Self:
+        """A language model's weights under a new head, to be trained."""
+        return cls(load_sequence_classifier(path, new_head=heads, **options))
+
+    @property
+    def heads(self) -> int:
+        return self.model.score.out_features
+
+    def compute(self, packed: Packed, outputs: Sequence[str]) -> dict[str, Tensor]:
+        """`scores`, fp32: `[S]` with one head, `[S, heads]` with more."""
+        _check_outputs("RewardModel", outputs, self.OUTPUTS)
+        packed = packed.to(self.device)
+        hidden = hidden_states(base_of(self.model), packed).index_select(0, packed.last_index)
+        scores = self.model.score(hidden.to(self.model.score.weight.dtype)).float()
+        return {"scores": scores.squeeze(-1) if self.heads == 1 else scores}
+
+    forward = compute
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    def save_pretrained(self, folder: PathLike, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
+        """Writes a sequence-classification folder.
+
+        Plain `transformers` finds a sequence's last token by the pad id, so that is written into the config.
+        """
+        if tokenizer is not None and self.model.config.pad_token_id is None:
+            self.model.config.pad_token_id = tokenizer.pad_token_id
+        save_pretrained(folder, self.model, tokenizer)
+
+
+def _new_value_head(base: PreTrainedModel) -> nn.Linear:
+    hidden = base.config.get_text_config().hidden_size
+    head = nn.Linear(hidden, 1, device=base.device, dtype=torch.float32)
+    with torch.no_grad():
+        # Hidden states are of the order 1 in each dimension: values of the order 0.01.
+        nn.init.normal_(head.weight, std=0.01 / hidden**0.5)
+        nn.init.zeros_(head.bias)
+    return head
