@@ -11,22 +11,28 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from podium.algorithms.estimate import estimate_advantages
     from podium.algorithms.kl import KLController
     from podium.controller.resource_pool import ResourcePool
     from podium.core.batch import Batch
-    from podium.stages import GRPOStage, PPOStage, RewardStage, RolloutStage
-    from podium.trainer import LLMTrainer, Trainer, train
-    from podium.workers import ActorModel, CriticModel, RewardModel, load_reward_model
+    from podium.models.heads import ActorModel, CriticModel, RewardModel, load_reward_model
+    from podium.recipes import train
+    from podium.stages.advantage import estimate_advantages
+    from podium.stages.policy import GRPOStage, PPOStage
+    from podium.stages.reward import RewardStage
+    from podium.stages.rollout import RolloutStage
+    from podium.trainer import LLMTrainer, Trainer
 
 _HOMES = {
     "podium.core.batch": ("Batch",),
-    "podium.algorithms.estimate": ("estimate_advantages",),
     "podium.algorithms.kl": ("KLController",),
     "podium.controller.resource_pool": ("ResourcePool",),
-    "podium.stages": ("GRPOStage", "PPOStage", "RewardStage", "RolloutStage"),
-    "podium.trainer": ("LLMTrainer", "Trainer", "train"),
-    "podium.workers": ("ActorModel", "CriticModel", "RewardModel", "load_reward_model"),
+    "podium.models.heads": ("ActorModel", "CriticModel", "RewardModel", "load_reward_model"),
+    "podium.recipes": ("train",),
+    "podium.stages.advantage": ("estimate_advantages",),
+    "podium.stages.policy": ("GRPOStage", "PPOStage"),
+    "podium.stages.reward": ("RewardStage",),
+    "podium.stages.rollout": ("RolloutStage",),
+    "podium.trainer": ("LLMTrainer", "Trainer"),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
