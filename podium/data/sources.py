@@ -49,6 +49,8 @@ def load_rows(path: Any, options: Mapping[str, Any] | None = None) -> Rows:
     Raises DataError (file, line or row, remedy) for a data set that is missing, empty, or cannot be read.
     """
     options = dict(options or {})
+    if path is None:
+        raise DataError("no data set is given", where="data.path", remedy="set it to a file, a hub name or reasoning_gym:TASK")
     if not isinstance(path, str | Path):
         rows = _from_object(path, options)
     elif str(path).startswith(GENERATED):

@@ -18,8 +18,8 @@ from podium.rewards.signatures import TRL_BATCH, VERL_ARGUMENTS, Convention, Sig
 _NOT_PASSED = ("prompt", "completion", "completion_ids")
 
 
-class _FunctionReward:
-    """What both conventions share."""
+class FunctionReward:
+    """A python function as a reward: what both conventions share. `columns` are the data columns that it requires."""
 
     def __init__(
         self,
@@ -39,6 +39,10 @@ class _FunctionReward:
         """One line for the user: the name and the convention that was detected."""
         return f"reward '{self.name}' (weight {self.weight:g}): {self.signature.convention.value}"
 
+    def __call__(self, batch: Batch, state: TrainerState | None = None) -> Scored:
+        """Scores every row. Raises RewardError for a missing column, a failure, a wrong number of answers."""
+        raise NotImplementedError
+
     def _check_columns(self, batch: Batch) -> None:
         present = batch.extras()
         missing = [column for column in self.columns if column not in present]
@@ -50,7 +54,7 @@ class _FunctionReward:
             )
 
 
-class TRLReward(_FunctionReward):
+class TRLReward(FunctionReward):
     """A function of TRL's signature: `f(prompts, completions, **columns) -> list[float]`, `def` or `async def`.
 
     Called once a batch, by keyword, with what its signature asks for: prompts, completions (text for text prompts, one
@@ -129,7 +133,7 @@ class TRLReward(_FunctionReward):
         return collect(self.name, batch, answers, self.on_error, metrics)
 
 
-class VerlReward(_FunctionReward):
+class VerlReward(FunctionReward):
     """A function of verl's signature: `compute_score(data_source, solution_str, ground_truth, extra_info=None)`.
 
     Called once a sample, by keyword; returns a number, or a dict with `score` whose other numbers become metrics.

@@ -30,13 +30,15 @@ class TrainerState:
 class Scored:
     """One reward's answer for a batch of B rows.
 
-    `values` is float32 `[B]`: the score before the weight; NaN in the rows of `failed`, and in those where the
-    function said that it does not apply (it returned None).
+    `values` is float32 `[B]`: the score before the weight. It is NaN in the rows of `failed` and `absent`; anywhere
+    else a value that is not finite is an error.
     """
 
     values: Tensor
     failed: list[tuple[int, str]] = field(default_factory=list)
     """(row of the batch, reason): the rows that could not be scored; they are left out of the update."""
+    absent: list[int] = field(default_factory=list)
+    """Rows to which this reward does not apply (the function returned None); it adds nothing to their sum."""
     metrics: Metrics = field(default_factory=Metrics)
     """What else the function reported, under its own names."""
     columns: dict[str, list[Any]] = field(default_factory=dict)
@@ -45,16 +47,15 @@ class Scored:
 
 @runtime_checkable
 class Reward(Protocol):
-    """A source of reward. `columns` are the data set's columns that it cannot do without.
+    """A source of reward. One that cannot do without some of the data set's columns names them in `columns`.
 
     Raises RewardError (function, sample, reason) where a row cannot be scored and failures are not to be skipped.
     """
 
     name: str
     weight: float
-    columns: tuple[str, ...]
 
-    def __call__(self, batch: Batch, state: TrainerState | None = None) -> Scored: ...
+    def __call__(self, batch: Batch) -> Scored: ...
 
 
 class SampleFailure(Exception):
@@ -75,8 +76,10 @@ def collect(
     """
     values = torch.full((len(batch),), float("nan"), dtype=torch.float32)
     failed: list[tuple[int, str]] = []
+    absent: list[int] = []
     for row, answer in enumerate(answers):
         if answer is None:
+            absent.append(row)
             continue
         number, problem = _number(answer)
         if problem is None:
@@ -86,7 +89,7 @@ def collect(
             cause = answer if isinstance(answer, BaseException) else None
             raise RewardError(problem, where=f"reward '{name}', {sample(batch, row)}", remedy=REMEDY) from cause
         failed.append((row, problem))
-    return Scored(values, failed, metrics or Metrics(), columns or {})
+    return Scored(values, failed, absent, metrics or Metrics(), columns or {})
 
 
 REMEDY = "correct the function, or set on_error: skip to leave such samples out and count them"

@@ -11,6 +11,7 @@ from torch import Tensor
 from podium.core.batch import Batch
 from podium.core.errors import ConfigError, RewardError
 from podium.core.metrics import Metrics
+from podium.rewards.adapters import FunctionReward
 from podium.rewards.base import REMEDY, Reward, Scored, TrainerState, sample
 
 _log = logging.getLogger(__name__)
@@ -23,7 +24,7 @@ def check_columns(rewards: Iterable[Reward], columns: Iterable[str]) -> None:
     """
     present = sorted(columns)
     for reward in rewards:
-        missing = [column for column in reward.columns if column not in present]
+        missing = [column for column in getattr(reward, "columns", ()) if column not in present]
         if missing:
             raise ConfigError(
                 f"it needs the data column {', '.join(missing)}; the data set has: {', '.join(present) or 'none'}",
@@ -49,8 +50,9 @@ def fuse(batch: Batch, rewards: Sequence[Reward], state: TrainerState | None = N
     columns: dict[str, object] = {}
     first: str | None = None
     for reward in rewards:
-        scored = reward(batch, state)
-        here = ~scored.values.isnan()
+        scored = reward(batch, state) if state and isinstance(reward, FunctionReward) else reward(batch)
+        _check_finite(batch, reward, scored)
+        here = scored.values.isfinite()
         total += torch.where(here, scored.values * reward.weight, 0.0)
         applied |= here
         failed[[row for row, _ in scored.failed]] = True
@@ -72,6 +74,16 @@ def fuse(batch: Batch, rewards: Sequence[Reward], state: TrainerState | None = N
     out = batch.with_columns({**columns, "rewards": total}).index(kept)
     _count(metrics, out, rewards, skipped)
     return out, metrics
+
+
+def _check_finite(batch: Batch, reward: Reward, scored: Scored) -> None:
+    odd = ~scored.values.isfinite()
+    odd[[row for row, _ in scored.failed] + scored.absent] = False
+    if odd.any():
+        row = int(odd.nonzero()[0])
+        raise RewardError(
+            f"gave {float(scored.values[row])}, not a finite number", where=f"reward '{reward.name}', {sample(batch, row)}"
+        )
 
 
 def _failure(batch: Batch, reward: Reward, scored: Scored) -> str | None:

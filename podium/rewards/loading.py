@@ -30,15 +30,20 @@ def load_reward(spec: Spec, weight: float | None = None) -> Reward:
             spec.weight = weight
         return spec
     if isinstance(spec, str):
-        spec = RewardSettings(function=spec)
+        return _from_settings(RewardSettings(function=spec), weight)
     if isinstance(spec, RewardSettings):
-        function, options = _find(spec.function, spec.options)
-        name = spec.name or (spec.function if spec.function in BUILT_IN else _name_of(function))
-        factor = spec.weight if weight is None else weight
-        return adapt(function, name, weight=factor, on_error=spec.on_error, options=options)
+        return _from_settings(spec, weight)
     if not callable(spec):
         raise ConfigError(f"{spec!r} is not a reward", where="rewards", remedy="give a function, or the name of one")
     return adapt(spec, _name_of(spec), weight=1.0 if weight is None else weight)
+
+
+def _from_settings(settings: RewardSettings, weight: float | None) -> Reward:
+    function, options = _find(settings.function, settings.options)
+    own = settings.function if settings.function in BUILT_IN else _name_of(function)
+    name = settings.name or str(own)
+    factor = settings.weight if weight is None else weight
+    return adapt(function, name, weight=factor, on_error=settings.on_error, options=options)
 
 
 def load_rewards(specs: Iterable[Spec]) -> list[Reward]:
@@ -60,8 +65,10 @@ def _name_of(function: Any) -> str:
     return getattr(function, "__name__", None) or type(function).__name__
 
 
-def _find(path: str, options: dict[str, Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
+def _find(path: str | Callable[..., Any], options: dict[str, Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
     """The function, and the options that are still to be passed at each call."""
+    if not isinstance(path, str):
+        return path, options
     if path in BUILT_IN:
         return _made(path, options), {}
     source, colon, name = path.rpartition(":")

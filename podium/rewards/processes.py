@@ -80,7 +80,9 @@ class _Worker:
 
     def _start(self) -> None:
         self.kill()
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        # The worker finds what this process finds, however it came to be importable.
+        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
         command = [sys.executable, "-m", __name__, self.target]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
         self._exchange(None, START_SECONDS)  # its first line says that the function is imported
