@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from podium.algorithms import kl
-from podium.algorithms.advantages import ADVANTAGES, whiten
+from podium.algorithms.advantage_estimators import find_advantage_estimator
 from podium.core import schema
 from podium.core.batch import Batch, Ragged, resolve
 from podium.stages.base import Stage, StepContext
@@ -34,29 +34,29 @@ def place_token_rewards(batch: Batch, *, kl_coef: float = 0.0, kl_estimator: str
     return Batch({"token_rewards": Ragged.from_padded(out, batch.lengths("response"))})
 
 
-def estimate_advantages(batch: Any, *, estimator: str = "gae", kl_coef: float = 0.0, whitened: bool | None = None, **settings: Any) -> Batch:
+def estimate_advantages(batch: Any, *, estimator: str = "gae", kl_coef: float = 0.0, **settings: Any) -> Batch:
     """Adds `advantages` (and `returns` where the estimator gives them) to a batch. A pure function.
 
     Args:
         batch: with `rewards` and what the estimator needs (`values` for gae, `group_id` for grpo); a role's future will do.
         estimator: a registered name ("gae", "grpo", ...); `settings` are its own (gamma, gae_lambda, ...).
         kl_coef: weight of a KL penalty in the token rewards (needs `ref_log_probs`).
-        whitened: bring advantages to mean 0 and deviation 1 over the batch's tokens; by default for gae only.
 
-    Raises BatchError for a column that is not there, ConfigError for an unknown estimator.
+    Raises BatchError for a column that is not there, ValueError for an unknown estimator or setting.
     """
     batch = resolve(batch)
-    spec = ADVANTAGES.get(estimator)
+    spec = find_advantage_estimator(estimator)
     if "token_rewards" in spec.needs and "token_rewards" not in batch:
         batch = batch.union(place_token_rewards(batch, kl_coef=kl_coef))
-    mask = batch.padded("response_mask").bool()
-    inputs = {name: batch.padded(name) for name in spec.needs if name != "mask"}
-    found = spec.function(**inputs, mask=mask, **settings)
-    if whitened if whitened is not None else estimator == "gae":
-        found["advantages"] = whiten(found["advantages"], mask)
-    for name, padded in found.items():
+    inputs = {name: batch.padded(_column(name)) for name in spec.needs}
+    for name, padded in spec(**inputs, **settings).items():
         batch = batch.with_padded(name, padded) if schema.lookup(name).kind == "token" else batch.with_columns({name: padded})
     return batch
+
+
+def _column(name: str) -> str:
+    """Estimators call the tokens that the policy wrote `mask`."""
+    return "response_mask" if name == "mask" else name
 
 
 class TokenRewardStage(Stage):
@@ -105,19 +105,18 @@ def update_controller(controller: kl.KLController, batch: Batch, context: StepCo
 
 
 class AdvantageStage(Stage):
-    """A registered estimator as a stage. Its settings are keywords."""
+    """A registered estimator as a stage; its own settings are keywords."""
 
     name = "advantages"
 
-    def __init__(self, estimator: str, *, whitened: bool = False, **settings: Any) -> None:
-        spec = ADVANTAGES.get(estimator)
-        self.estimator, self.whitened, self.settings_ = estimator, whitened, settings
-        self.reads = (*(n for n in spec.needs if n != "mask"), "response_mask")
+    def __init__(self, estimator: str, **settings: Any) -> None:
+        spec = find_advantage_estimator(estimator)
+        self.estimator, self.estimator_settings = estimator, settings
+        self.reads = tuple(dict.fromkeys((*(_column(n) for n in spec.needs), "response_mask")))
         self.writes = spec.writes
 
     def run(self, batch: Batch, context: StepContext) -> Batch:
-        out = estimate_advantages(batch, estimator=self.estimator, whitened=self.whitened, **self.settings_)
-        mask = out["response_mask"].values
-        advantages = out["advantages"].values[mask]
-        context.metrics.add("advantages/abs", float(advantages.abs().sum()), float(mask.sum()))
+        out = estimate_advantages(batch.select(*self.reads), estimator=self.estimator, **self.estimator_settings)
+        advantages = out["advantages"].values[out["response_mask"].values]
+        context.metrics.add("advantages/abs", float(advantages.abs().sum()), len(advantages))
         return out.select(*self.writes)

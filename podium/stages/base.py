@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,6 +63,9 @@ class Stage:
     def settings(self) -> dict[str, Any]:
         """Dotted settings that this stage's own arguments decide (`rollout.max_new_tokens`)."""
         return {}
+
+    def check_data(self, columns: Iterable[str]) -> None:
+        """Called with the data set's extra columns before a model is loaded; raises where one is missing."""
 
     def run(self, batch: Batch, context: StepContext) -> Batch:
         """Does the work. Returns the written columns (same rows), or all rows and columns if `changes_rows`."""

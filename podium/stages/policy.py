@@ -60,14 +60,14 @@ class PPOStage(Stage):
         if kl_controller != "none" and kl_coef > 0:
             self.controller = KLController(kl_controller, kl_coef=kl_coef, target=kl_target, horizon=kl_horizon)
         self.kl_estimator, self.stepwise = kl_estimator, use_stepwise_reward
-        self.gae = {"gamma": gamma, "gae_lambda": gae_lambda}
-        self.one_update, self.critic_warmup_steps, self.whitened = one_update, critic_warmup_steps, whiten_advantages
+        self.gae = {"gamma": gamma, "gae_lambda": gae_lambda, "whiten_advantages": whiten_advantages}
+        self.one_update, self.critic_warmup_steps = one_update, critic_warmup_steps
         self.policy_loss = policy_loss(
             clip_low=clip_low,
             clip_high=clip_high,
             dual_clip=dual_clip,
             entropy_coef=entropy_coef,
-            on_policy=one_update,
+            one_update=one_update,
             reduction=loss_reduction,
         )
         self.value_loss = value_loss(clip=value_clip)
@@ -82,7 +82,7 @@ class PPOStage(Stage):
             *stages,
             ValueStage(),
             TokenRewardStage(self.controller, estimator=self.kl_estimator, stepwise=self.stepwise),
-            AdvantageStage("gae", whitened=self.whitened, **self.gae),
+            AdvantageStage("gae", **self.gae),
             UpdateStage("critic", self.value_loss),
             UpdateStage("actor", self.policy_loss, skip_steps=self.critic_warmup_steps),
         ]
@@ -130,9 +130,9 @@ class GRPOStage(Stage):
             dual_clip=dual_clip,
             entropy_coef=entropy_coef,
             kl_estimator=kl_estimator,
-            on_policy=one_update,
+            one_update=one_update,
             reduction=loss_reduction,
-            constant_length=constant_length,
+            constant_length=constant_length if loss_reduction == "constant" else None,
         )
 
     def policy_loss(self) -> Loss:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from podium.core.batch import Batch
 from podium.core.errors import ConfigError
 from podium.core.settings import RewardSettings
 from podium.rewards.base import Reward, Scored
-from podium.rewards.fusion import fuse
-from podium.rewards.loading import load_reward
+from podium.rewards.fusion import check_columns, fuse
+from podium.rewards.loading import load_rewards
 from podium.stages.base import Stage, StepContext
 
 
@@ -26,8 +26,8 @@ class RewardStage(Stage):
     """
 
     name = "reward"
-    reads = ("prompt_ids", "response_ids")
-    writes = ("rewards", "response")
+    reads = ("prompt_ids", "response_ids", "response")
+    writes = ("rewards",)
     changes_rows = True  # samples whose reward is skipped leave the step
 
     def __init__(
@@ -46,7 +46,7 @@ class RewardStage(Stage):
             )
         n = len(self._models)
         self._model_weights = list(weights[:n]) if weights is not None else [1.0] * n
-        self.functions: list[Reward] = [load_reward(f) for f in functions]
+        self.functions: list[Reward] = load_rewards(functions)
         if weights is not None:
             for function, weight in zip(self.functions, weights[n:], strict=True):
                 function.weight = weight
@@ -54,6 +54,10 @@ class RewardStage(Stage):
 
     def models(self) -> dict[str, Any]:
         return {("reward" if i == 0 else f"reward_{i + 1}"): model for i, model in enumerate(self._models)}
+
+    def check_data(self, columns: Iterable[str]) -> None:
+        """Raises ConfigError where a function needs a data column that is not there."""
+        check_columns(self.functions, columns)
 
     def run(self, batch: Batch, context: StepContext) -> Batch:
         models = [

@@ -19,6 +19,7 @@ GENERATED = (
     "policy_version",
     "group_id",
     "sample_seed",
+    "response",
 )
 
 

@@ -14,6 +14,7 @@ from podium.engines.base import SamplingParams
 from podium.engines.rollout import ROLLOUT_ENGINES
 from podium.engines.train import TRAIN_ENGINES
 from podium.models.heads import ActorModel, CriticModel, RewardModel
+from podium.models.lm_head import base_of
 from podium.models.loading import load_causal_lm, load_tokenizer
 from podium.stages.graph import StageGraph
 
@@ -91,13 +92,13 @@ class Roles:
             options = {"max_concurrent": rollout_settings.max_concurrent, **rollout_settings.backend_options}
             rollout = make(model, self.tokenizer, **options)
         engine = self._engine(ActorModel(model, temperature=rollout_settings.temperature or 1.0), trained)
-        return ActorWorker(engine, rollout, sampling_of(rollout_settings), **self._minibatching())
+        return ActorWorker(engine, rollout, sampling_of(rollout_settings), self.tokenizer, **self._minibatching())
 
     def _reference(self) -> Any:
         from podium.workers.reference import ReferenceWorker
 
         path = self.settings.model.reference_path
-        if path is None and "actor" in self.given and not isinstance(self.given["actor"], str):
+        if path is None and not self._actor_is_path():
             model = copy.deepcopy(_unwrap(self.given["actor"]))
         else:
             model = self._causal_lm("reference", path or self._actor_path())
@@ -107,14 +108,13 @@ class Roles:
     def _critic(self, trained: bool) -> Any:
         from podium.workers.critic import CriticWorker
 
-        given = self.given.get("critic")
-        path = self.settings.model.critic_path
+        given, path = self.given.get("critic"), self.settings.model.critic_path
         if isinstance(given, CriticModel):
             model = given
-        elif path is None and not isinstance(self.given.get("actor", ""), str):
-            model = CriticModel.from_causal_lm(copy.deepcopy(_unwrap(self.given["actor"])))
-        else:
+        elif given or path or self._actor_is_path():
             model = CriticModel.from_pretrained(given or path or self._actor_path(), **self._loading())
+        else:
+            model = CriticModel(base_of(copy.deepcopy(_unwrap(self.given["actor"]))))
         optimizer = getattr(self.settings, "critic", None) or self.settings.optimizer
         return CriticWorker(self._engine(model.to(self.device), trained, optimizer), **self._minibatching())
 
@@ -122,12 +122,14 @@ class Roles:
         from podium.workers.reward import RewardWorker
 
         given = self.given.get(role) or self.settings.model.reward_path
+        tokenizer = self.tokenizer
         if isinstance(given, RewardModel):
-            model, tokenizer = given, getattr(given, "tokenizer", None) or self.tokenizer
-        elif trained:
-            model, tokenizer = RewardModel.from_pretrained(given or self._actor_path(), **self._loading()), self.tokenizer
+            model, tokenizer = given, getattr(given, "tokenizer", None) or tokenizer
         elif given is not None:
-            model, tokenizer = RewardModel.from_pretrained(given, **self._loading()), load_tokenizer(given)
+            model = RewardModel.from_pretrained(given, **self._loading())
+            tokenizer = tokenizer if trained else load_tokenizer(given)
+        elif trained:
+            model = RewardModel.from_causal_lm(self._actor_path(), **self._loading())
         else:
             raise ConfigError(f"the role '{role}' has no model", where="model.reward_path", remedy="set model.reward_path")
         engine = self._engine(model.to(self.device), trained)
@@ -156,6 +158,9 @@ class Roles:
     def _loading(self) -> dict[str, Any]:
         model = self.settings.model
         return {"dtype": model.dtype, "device": self.device, "trust_remote_code": model.trust_remote_code}
+
+    def _actor_is_path(self) -> bool:
+        return isinstance(self.given.get("actor") or self.settings.model.path, str)
 
     def _actor_path(self) -> str:
         given = self.given.get("actor")

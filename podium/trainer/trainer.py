@@ -225,6 +225,8 @@ class Trainer:
         for line in data.lines:
             note(line)
         self._held_out = data.held_out
+        for stage in (*self.graph.stages, *self.evaluation.stages):
+            stage.check_data(data.train.extras())
         rows = settings.batch.prompts_per_step
         self.loader = Loader(
             data.train,
@@ -300,7 +302,7 @@ class Trainer:
         context.metrics.add("data/epoch", self.loader.epoch)
         self.step += 1
         if self.settings.run.log_samples and "rewards" in batch:
-            run.write_samples(self.step, _samples(batch, self.tokenizer, self.settings.run.log_samples))
+            run.write_samples(self.step, _samples(batch, self.settings.run.log_samples))
         return context.metrics.means()
 
     def _evaluate(self, progress: Progress | None, guard: InterruptGuard | None = None) -> Metrics:
@@ -384,14 +386,13 @@ def _stage_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
     return {n.removeprefix("time/"): v for n, v in metrics.items() if n.startswith("time/") and n != "time/step"}
 
 
-def _samples(batch: Batch, tokenizer: Any, count: int) -> list[dict[str, Any]]:
+def _samples(batch: Batch, count: int) -> list[dict[str, Any]]:
     rows = batch.index(range(min(count, len(batch))))
-    text = rows["response"] if "response" in rows else tokenizer.batch_decode(rows["response_ids"].to_list())
     columns = ["rewards", *(n for n in rows.names if n.startswith("reward."))]
     return [
         {
             "prompt": rows["prompt"][i],
-            "response": text[i],
+            "response": rows["response"][i],
             **{name: float(rows[name][i]) for name in columns},
             "finish_reason": rows["finish_reason"][i],
             "group_id": int(rows["group_id"][i]),

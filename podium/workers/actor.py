@@ -33,10 +33,10 @@ class ActorWorker(TrainedRole):
     """
 
     def __init__(
-        self, engine: TrainEngine, rollout: RolloutEngine | None, sampling: SamplingParams, **trained: Any
+        self, engine: TrainEngine, rollout: RolloutEngine | None, sampling: SamplingParams, tokenizer: Any, **trained: Any
     ) -> None:
         super().__init__(engine, **trained)
-        self.rollout, self.sampling = rollout, sampling
+        self.rollout, self.sampling, self.tokenizer = rollout, sampling, tokenizer
         self.calls = 0
 
     @dispatch("rows")
@@ -60,7 +60,7 @@ class ActorWorker(TrainedRole):
 
         Returns:
             `len(prompts) * group_size` rows, a group's together, with `response_ids`, `response_mask`, `loss_mask`,
-            `rollout_log_probs`, `finish_reason`, `policy_version`, `group_id`, `sample_seed`.
+            `rollout_log_probs`, `finish_reason`, `policy_version`, `group_id`, `sample_seed`, and `response` (text).
         """
         if self.rollout is None:
             raise RuntimeError("this actor was built without a rollout engine")
@@ -76,7 +76,9 @@ class ActorWorker(TrainedRole):
         groups = torch.arange(len(prompts)).repeat_interleave(group_size)
         batch = batch.with_columns({"sample_seed": seeds, "group_id": groups})
         sampling = self.sampling if temperature is None else replace(self.sampling, temperature=temperature)
-        return generate(self.rollout, batch, sampling, on_progress=on_progress)
+        out = generate(self.rollout, batch, sampling, on_progress=on_progress)
+        text = self.tokenizer.batch_decode(out["response_ids"].to_list(), skip_special_tokens=True)
+        return out.with_columns({"response": text})
 
     @dispatch("rows")
     def compute_log_probs(self, batch: Batch, name: str = "old_log_probs") -> Batch:
