@@ -39,10 +39,7 @@ def load_reward(spec: Spec, weight: float | None = None) -> Reward:
 
 
 def _from_settings(settings: RewardSettings, weight: float | None) -> Reward:
-    if isinstance(settings.function, str):
-        function, options = _find(settings.function, settings.options)
-    else:
-        function, options = settings.function, settings.options
+    function, options = _find(settings.function, settings.options)
     own = settings.function if settings.function in BUILT_IN else _name_of(function)
     name = settings.name or str(own)
     factor = settings.weight if weight is None else weight
