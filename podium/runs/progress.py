@@ -11,6 +11,7 @@ from typing import IO, TYPE_CHECKING, Any
 from podium.runs.series import headline
 
 if TYPE_CHECKING:
+    from rich.live import Live
     from rich.progress import Progress as Bars
 
 LINE_EVERY_SECONDS = 2.0
@@ -35,62 +36,71 @@ class Progress:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.total_steps, self.title, self.enabled = total_steps, title, enabled
-        self.completed = self._resumed_at = completed
+        self.completed = completed
+        """Steps done, earlier ones of a resumed run included; may be set before the first step."""
+        self._here = 0
+        self._spent = 0.0
         self._stream = stream or sys.stderr
         self._clock = clock
-        self._start = clock()
+        self._last_step_at = clock()
         self._last_line = -LINE_EVERY_SECONDS
-        self._bars: Bars | None = None
+        self._live: Live | None = None
+        self._bars: Bars
         self._steps: Any = None
         self._stage: Any = None
+        self._below = ""
 
     def __enter__(self) -> Progress:
-        self._start = self._clock()
+        self._last_step_at = self._clock()
         if self.enabled and self._stream.isatty():
             self._open_bars()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._bars is not None:
-            self._bars.remove_task(self._stage)
-            self._bars.stop()
-            self._bars = None
+        if self._live is not None:
+            self._bars.update(self._stage, visible=False)
+            self._live.stop()
+            self._live = None
 
     def step(self, metrics: Mapping[str, float], stage_seconds: Mapping[str, float] | None = None) -> None:
-        """A step is done: its metrics, and the seconds that each stage took."""
+        """A step is done: its metrics, and the seconds that each of its stages took."""
+        now = self._clock()
         self.completed += 1
+        self._here += 1
+        # Without the stages' own times, what lies between two steps; the first would then count loading too.
+        self._spent += sum(stage_seconds.values()) if stage_seconds else now - self._last_step_at
+        self._last_step_at = now
         if not self.enabled:
             return
         numbers = _numbers(metrics)
         times = " ".join(f"{name} {_seconds(s)}" for name, s in (stage_seconds or {}).items())
-        if self._bars is not None:
-            self._bars.update(self._steps, completed=self.completed, numbers=numbers, times=times)
+        if self._live is not None:
+            self._below = "  ".join(part for part in (numbers, times) if part)
+            self._bars.update(self._steps, completed=self.completed)
             self._bars.update(self._stage, visible=False)
             return
-        now = self._clock()
-        ends = self.completed - self._resumed_at == 1 or self.completed >= self.total_steps
+        ends = self._here == 1 or self.completed >= self.total_steps
         if ends or now - self._last_line >= LINE_EVERY_SECONDS:
             self._last_line = now
-            self._print(self._line(numbers, times, now))
+            self._print(self._line(numbers, times))
 
     def stage(self, name: str, done: int, total: int) -> None:
         """How far the running stage is (rollout: tokens). Shown below the steps in a terminal only."""
-        if self._bars is not None:
+        if self._live is not None:
             self._bars.update(self._stage, description=f"  {name}", completed=done, total=total or None, visible=True)
 
     def note(self, text: str) -> None:
         """Something that the user should read once."""
-        if self._bars is not None:
-            self._bars.console.print(text, markup=False, highlight=False)
+        if self._live is not None:
+            self._live.console.print(text, markup=False, highlight=False)
         else:
             self._print(text)
 
     def _print(self, text: str) -> None:
         print(text, file=self._stream, flush=True)
 
-    def _line(self, numbers: str, times: str, now: float) -> str:
-        done = self.completed - self._resumed_at
-        each = (now - self._start) / done
+    def _line(self, numbers: str, times: str) -> str:
+        each = self._spent / self._here
         left = each * max(self.total_steps - self.completed, 0)
         head = f"{self.title} " if self.title else ""
         count = f"{self.completed:>{len(str(self.total_steps))}}/{self.total_steps}"
@@ -98,25 +108,28 @@ class Progress:
         return "  ".join(part for part in parts if part)
 
     def _open_bars(self) -> None:
-        from rich.console import Console
+        from rich.console import Console, Group
+        from rich.live import Live
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
         from rich.progress import Progress as Bars
+        from rich.text import Text
 
         self._bars = Bars(
             TextColumn("{task.description}", markup=False),
-            BarColumn(bar_width=20),
+            BarColumn(bar_width=24),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
             TimeRemainingColumn(),
-            TextColumn("{task.fields[numbers]}", style="bold", markup=False),
-            TextColumn("{task.fields[times]}", style="dim", markup=False),
+        )
+        self._steps = self._bars.add_task(self.title or "steps", total=self.total_steps, completed=self.completed)
+        self._stage = self._bars.add_task("", total=None, visible=False)
+        # The numbers stand below the bars: beside them they would squeeze the bars out of a narrow terminal.
+        self._live = Live(
+            get_renderable=lambda: Group(self._bars, Text(self._below, style="bold")),
             console=Console(file=self._stream),
+            refresh_per_second=8,
         )
-        self._steps = self._bars.add_task(
-            self.title or "steps", total=self.total_steps, completed=self.completed, numbers="", times=""
-        )
-        self._stage = self._bars.add_task("", total=None, visible=False, numbers="", times="")
-        self._bars.start()
+        self._live.start()
 
 
 def _numbers(metrics: Mapping[str, float]) -> str:

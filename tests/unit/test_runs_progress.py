@@ -28,7 +28,7 @@ def test_plain_lines_say_what_matters() -> None:
         clock.now = 2.0
         progress.step(METRICS, {"rollout": 1.25, "reward": 0.01})
     assert out.getvalue() == (
-        "grpo step   1/100  reward 0.432 kl 0.00123 tok/s 1,234  rollout 1.2s reward 10ms  2.0s/step, 3:18 left\n"
+        "grpo step   1/100  reward 0.432 kl 0.00123 tok/s 1,234  rollout 1.2s reward 10ms  1.3s/step, 2:05 left\n"
     )
 
 
@@ -47,7 +47,14 @@ def test_resumed_run_counts_on() -> None:
     with Progress(10, stream=out, clock=clock, completed=7) as progress:
         clock.now = 4.0
         progress.step({})
-    assert out.getvalue() == "step  8/10  4.0s/step, 0:08 left\n"
+    with Progress(10, stream=out, clock=clock) as progress:
+        progress.completed = 8
+        clock.now = 5.0
+        progress.step({}, {"rollout": 0.5})
+    assert out.getvalue().splitlines() == [
+        "step  8/10  4.0s/step, 0:08 left",
+        "step  9/10  rollout 0.5s  0.5s/step, 0:00 left",
+    ]
 
 
 def test_disabled_shows_notes_only() -> None:
