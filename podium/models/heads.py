@@ -6,6 +6,7 @@ All take a packed row and compute only what is asked for: `compute(packed, outpu
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -13,7 +14,7 @@ from typing import Any, Self
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoModel, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModel, AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
 from podium.algorithms.log_probs import log_probs_from_hidden
 from podium.core.errors import ModelError
@@ -70,14 +71,13 @@ class ActorModel(nn.Module):
         The LM head runs only where a response token is predicted.
         """
         _check_outputs("ActorModel", outputs, self.OUTPUTS)
-        packed = packed.to(self.device)
-        hidden = hidden_states(base_of(self.model), packed).index_select(0, packed.predict_index)
+        hidden = hidden_states(base_of(self.model), packed, packed.predict_index)
         head = lm_head_of(self.model)
         log_probs_of = partial(
             log_probs_from_hidden,
             hidden,
             head.weight,
-            packed.targets,
+            packed.targets.to(hidden.device),
             bias=head.bias,
             softcap=head.softcap,
             scale=head.scale,
@@ -122,16 +122,20 @@ class CriticModel(nn.Module):
         """From a causal LM (folder, hub name, GGUF file), with a new head, or from a saved critic's folder."""
         saved_head = Path(path).expanduser() / VALUE_HEAD_FILE
         if not saved_head.is_file():
-            return cls(base_of(load_causal_lm(path, **options)))
+            return cls.from_causal_lm(load_causal_lm(path, **options))
         critic = cls(load_pretrained(AutoModel, path, **options))
         critic.head.load_state_dict(load_file(saved_head))
         return critic
 
+    @classmethod
+    def from_causal_lm(cls, model: PreTrainedModel) -> Self:
+        """From a causal LM in memory: its base (shared, not copied) under a new value head."""
+        return cls(base_of(model))
+
     def compute(self, packed: Packed, outputs: Sequence[str]) -> dict[str, Tensor]:
         """`values [M]`, fp32: what the state before each response token is worth (reward units)."""
         _check_outputs("CriticModel", outputs, self.OUTPUTS)
-        packed = packed.to(self.device)
-        hidden = hidden_states(self.base, packed).index_select(0, packed.predict_index)
+        hidden = hidden_states(self.base, packed, packed.predict_index)
         return {"values": self.head(hidden.to(self.head.weight.dtype)).squeeze(-1).float()}
 
     forward = compute
@@ -173,17 +177,28 @@ class RewardModel(nn.Module):
         verify_base(base_of(model))
 
     @classmethod
-    def from_pretrained(cls, path: PathLike, **options: Any) -> Self:
-        """From a sequence-classification folder. `options` are those of `load_sequence_classifier`.
+    def from_pretrained(cls, path: PathLike, *, heads: int | None = None, **options: Any) -> Self:
+        """From a sequence-classification folder; with `heads`, from a language model's folder too.
 
-        Raises ModelError where the folder has no score head (`from_causal_lm` puts a new one on a language model).
+        Args:
+            heads: the number of scores. Weights without a head of that size get a new one, to be trained. None: the folder
+                must have its head.
+            options: dtype, device, trust_remote_code, as for `load_causal_lm`.
+
+        Raises:
+            ModelError: nothing can be loaded there, or the folder has no score head and `heads` is None.
         """
-        return cls(load_sequence_classifier(path, **options))
+        return cls(load_sequence_classifier(path, new_head=heads or 0, **options))
 
     @classmethod
-    def from_causal_lm(cls, path: PathLike, *, heads: int = 1, **options: Any) -> Self:
-        """A language model's weights under a new head, to be trained."""
-        return cls(load_sequence_classifier(path, new_head=heads, **options))
+    def from_causal_lm(cls, model: PreTrainedModel, *, heads: int = 1) -> Self:
+        """A copy of a language model's weights (from memory) under a new head, to be trained."""
+        base = base_of(model)
+        config = deepcopy(model.config)
+        config.num_labels = heads
+        classifier = AutoModelForSequenceClassification.from_config(config, dtype=base.dtype)
+        base_of(classifier).load_state_dict(base.state_dict())
+        return cls(classifier.to(base.device))
 
     @property
     def heads(self) -> int:
@@ -192,8 +207,7 @@ class RewardModel(nn.Module):
     def compute(self, packed: Packed, outputs: Sequence[str]) -> dict[str, Tensor]:
         """`scores`, fp32: `[S]` with one head, `[S, heads]` with more."""
         _check_outputs("RewardModel", outputs, self.OUTPUTS)
-        packed = packed.to(self.device)
-        hidden = hidden_states(base_of(self.model), packed).index_select(0, packed.last_index)
+        hidden = hidden_states(base_of(self.model), packed, packed.last_index)
         scores = self.model.score(hidden.to(self.model.score.weight.dtype)).float()
         return {"scores": scores.squeeze(-1) if self.heads == 1 else scores}
 

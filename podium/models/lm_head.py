@@ -76,17 +76,20 @@ def lm_head_of(model: PreTrainedModel) -> LMHead:
     return LMHead(head.weight, getattr(head, "bias", None), getattr(config, "final_logit_softcapping", None), scale)
 
 
-def hidden_states(base: PreTrainedModel, packed: Packed) -> Tensor:
-    """The last hidden state of every token of the row, `[N, D]`. `packed` is on the model's device.
+def hidden_states(base: PreTrainedModel, packed: Packed, index: Tensor) -> Tensor:
+    """The last hidden states of the row's tokens at `index [K]`: `[K, D]`. `packed` and `index` may be on the CPU.
 
     Raises ModelError for a model whose attention does not take Podium's context.
     """
+    # The lengths stay on the CPU: reading them back from a device would stop its queue.
     context = PackedAttention(packed.lengths)
-    return run_base(base, packed.ids, packed.positions, context)
+    device = base.device
+    hidden = run_base(base, packed.ids.to(device), packed.positions.to(device), context)
+    return hidden.index_select(0, index.to(device))
 
 
 def run_base(base: PreTrainedModel, ids: Tensor, positions: Tensor, context: PackedAttention) -> Tensor:
-    """As `hidden_states`, from ids and positions `[N]`, with a context of the caller's."""
+    """Every token's last hidden state `[N, D]`, from ids and positions `[N]`, with a context of the caller's."""
     if base.config._attn_implementation != IMPLEMENTATION:
         raise ModelError(
             f"{type(base).__name__} does not run through transformers' attention interface",
@@ -122,7 +125,7 @@ def verify_head(model: PreTrainedModel) -> None:
     head = lm_head_of(model)
     ids, positions, lengths = _probe(base_of(model))
     ours = head.logits(run_base(base_of(model), ids, positions, PackedAttention(lengths)))
-    with _own_attention(model):
+    with own_attention(model):
         theirs = [
             model(input_ids=i[None], position_ids=p[None], use_cache=False).logits[0]
             for i, p in zip(ids.split(lengths.tolist()), positions.split(lengths.tolist()), strict=True)
@@ -135,7 +138,7 @@ def verify_base(base: PreTrainedModel) -> None:
     """The same for hidden states alone, where there is no LM head. Raises ModelError where they differ."""
     ids, positions, lengths = _probe(base)
     ours = run_base(base, ids, positions, PackedAttention(lengths))
-    with _own_attention(base):
+    with own_attention(base):
         theirs = [
             base(input_ids=i[None], position_ids=p[None], use_cache=False).last_hidden_state[0]
             for i, p in zip(ids.split(lengths.tolist()), positions.split(lengths.tolist()), strict=True)
@@ -152,9 +155,9 @@ def _probe(base: PreTrainedModel) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @contextmanager
-def _own_attention(model: PreTrainedModel) -> Iterator[None]:
-    """The model's plain implementation for a while (SDPA's leaves out what it cannot do, such as soft caps)."""
-    use_attention(model, "eager")
+def own_attention(model: PreTrainedModel, implementation: str = "eager") -> Iterator[None]:
+    """An implementation of `transformers` for a while ("sdpa" is faster but leaves out what it cannot do: soft caps)."""
+    use_attention(model, implementation)
     try:
         yield
     finally:

@@ -1,0 +1,163 @@
+"""AdamW over fp32 master weights, whatever the parameters' dtype, and the learning-rate schedules."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from podium.core.errors import CheckpointError, ConfigError
+from podium.core.settings import OptimizerSettings
+
+
+def lr_at(settings: OptimizerSettings, update: int, total_updates: int | None) -> float:
+    """The learning rate of update number `update` (from 0).
+
+    Linear warm-up to `lr` over `warmup_updates`; then constant, or a decay (linear or cosine) that reaches
+    `min_lr_ratio * lr` at the last of `total_updates`.
+    """
+    if update < settings.warmup_updates:
+        return settings.lr * (update + 1) / settings.warmup_updates
+    if settings.schedule == "constant":
+        return settings.lr
+    assert total_updates is not None
+    steps = max(1, total_updates - 1 - settings.warmup_updates)
+    done = min(1.0, (update - settings.warmup_updates) / steps)
+    left = 1.0 - done if settings.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+    return settings.lr * (settings.min_lr_ratio + (1.0 - settings.min_lr_ratio) * left)
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What one call of `step` did. `grad_norm` is before clipping; `applied` is False where it was not finite."""
+
+    grad_norm: float
+    lr: float
+    applied: bool
+
+
+class MasterAdamW:
+    """AdamW (Loshchilov and Hutter 2019) on fp32 masters.
+
+    A parameter in 16 bits has a master copy in fp32, so that updates smaller than its rounding step add up; gradients of
+    several backward passes are summed in fp32. A parameter in fp32 is its own master.
+
+    Args:
+        parameters: (name, parameter) pairs; those without `requires_grad` are left alone.
+        settings: the rates. Weight decay applies to matrices only.
+        total_updates: the run's updates; needed for a schedule that decays.
+    """
+
+    def __init__(
+        self, parameters: Iterable[tuple[str, nn.Parameter]], settings: OptimizerSettings, total_updates: int | None = None
+    ) -> None:
+        if settings.schedule != "constant" and not total_updates:
+            raise ConfigError(
+                f"the schedule '{settings.schedule}' needs the run's number of updates",
+                where="optimizer.schedule",
+                remedy="give total_updates, or use schedule: constant",
+            )
+        self.settings, self.total_updates = settings, total_updates
+        self.updates = 0
+        """Updates applied so far."""
+        self.skipped = 0
+        """Updates left out because the gradient was not finite."""
+        self._parameters = {name: p for name, p in parameters if p.requires_grad}
+        self._masters = {name: self._master(p) for name, p in self._parameters.items()}
+        matrices = [m for m in self._masters.values() if m.ndim >= 2]
+        others = [m for m in self._masters.values() if m.ndim < 2]
+        groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}]
+        self._adamw = torch.optim.AdamW(
+            [group for group in groups if group["params"]],
+            lr=settings.lr,
+            betas=settings.betas,
+            eps=settings.eps,
+            fused=True,
+        )
+
+    def _master(self, parameter: nn.Parameter) -> Tensor:
+        if parameter.dtype == torch.float32:
+            return parameter
+        master = parameter.detach().float().requires_grad_()
+
+        def collect(low: Tensor) -> None:
+            # Called as soon as a backward pass has this parameter's gradient: the 16-bit one never outlives the pass.
+            assert low.grad is not None
+            if master.grad is None:
+                master.grad = low.grad.float()
+            else:
+                master.grad += low.grad
+            low.grad = None
+
+        parameter.register_post_accumulate_grad_hook(collect)
+        return master
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the next update."""
+        return lr_at(self.settings, self.updates, self.total_updates)
+
+    def zero_grad(self) -> None:
+        for master in self._masters.values():
+            master.grad = None
+
+    @torch.no_grad()
+    def step(self) -> StepReport:
+        """Clips the gradient to `max_grad_norm`, updates masters and parameters, and clears the gradient.
+
+        With a gradient that is not finite nothing is changed and the step is counted in `skipped`.
+        """
+        lr = self.lr
+        grads = [master.grad for master in self._masters.values() if master.grad is not None]
+        norm = float(nn.utils.get_total_norm(grads)) if grads else 0.0
+        applied = math.isfinite(norm)
+        if applied:
+            if norm > self.settings.max_grad_norm:
+                torch._foreach_mul_(grads, self.settings.max_grad_norm / (norm + 1e-6))
+            for group in self._adamw.param_groups:
+                group["lr"] = lr
+            self._adamw.step()
+            self._write_parameters()
+            self.updates += 1
+        else:
+            self.skipped += 1
+        self.zero_grad()
+        return StepReport(norm, lr, applied)
+
+    def _write_parameters(self) -> None:
+        pairs = [(p, self._masters[n]) for n, p in self._parameters.items() if self._masters[n] is not p]
+        if pairs:
+            torch._foreach_copy_([p for p, _ in pairs], [m for _, m in pairs])
+
+    # ------------------------------------------------------------------ state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the next update depends on, by parameter name. Tensors are the live ones: save or copy them."""
+        return {
+            "updates": self.updates,
+            "skipped": self.skipped,
+            "masters": {n: m.detach() for n, m in self._masters.items() if m is not self._parameters[n]},
+            "moments": {n: dict(self._adamw.state[m]) for n, m in self._masters.items() if m in self._adamw.state},
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes what `state_dict` gave; the parameters follow their masters."""
+        odd = set(state["moments"]) - set(self._masters)
+        if odd:
+            raise CheckpointError(
+                f"the optimizer state names parameters that this model lacks: {', '.join(sorted(odd)[:3])}",
+                remedy="resume with the model that the checkpoint was written for",
+            )
+        self.updates, self.skipped = state["updates"], state["skipped"]
+        for name, value in state["masters"].items():
+            self._masters[name].copy_(value)
+        self._adamw.state.clear()
+        for name, moments in state["moments"].items():
+            master = self._masters[name]
+            self._adamw.state[master] = {k: torch.as_tensor(v).to(master.device, copy=True) for k, v in moments.items()}
+        self._write_parameters()

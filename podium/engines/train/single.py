@@ -1,0 +1,223 @@
+"""Training and scoring on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from podium.algorithms.base import Loss
+from podium.algorithms.reduce import token_weights
+from podium.core.batch import Batch, Ragged
+from podium.core.errors import BatchError, CheckpointError, ConfigError
+from podium.core.metrics import Metrics
+from podium.core.settings import OptimizerSettings
+from podium.engines.train.microbatch import plan
+from podium.engines.train.optim import MasterAdamW
+from podium.engines.train.running import RunningSums
+from podium.models.packed import Packed, pack
+
+
+class PackedModel(Protocol):
+    """What the engine needs of a model (an `nn.Module`): ActorModel, CriticModel, RewardModel."""
+
+    def compute(self, packed: Packed, outputs: Sequence[str]) -> dict[str, Tensor]:
+        """Per response token `[M]`, or per sequence `[S]` for `scores`."""
+        ...
+
+
+SEQUENCE_OUTPUTS = ("scores",)
+
+
+class SingleDeviceEngine:
+    """A `TrainEngine` whose model is on one device.
+
+    Args:
+        model: an `nn.Module` with `compute` (see `PackedModel`), on its device.
+        optimizer: the rates; None for a model that is never updated (reference, reward).
+        microbatch_tokens: prompt and response tokens in one forward (and backward) pass. It changes memory and speed, never
+            the gradient.
+        total_updates: the run's updates; needed for schedules that decay.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        optimizer: OptimizerSettings | None = None,
+        microbatch_tokens: int = 8192,
+        total_updates: int | None = None,
+    ) -> None:
+        self.model: Any = model
+        self.microbatch_tokens = microbatch_tokens
+        self.policy_version = 0
+        """Updates applied so far."""
+        self._optimizer = MasterAdamW(model.named_parameters(), optimizer, total_updates) if optimizer else None
+
+    # ------------------------------------------------------------------ forward
+
+    @torch.no_grad()
+    def compute(self, batch: Batch, outputs: Sequence[str]) -> Batch:
+        """Forward only: `log_probs`, `entropy`, `values` as token columns, `scores` as a sequence column, on the CPU, fp32.
+
+        Args:
+            batch: with `prompt_ids` and `response_ids`.
+            outputs: what the model shall compute, by name.
+        """
+        tokens = _tokens(batch)
+        parts: list[dict[str, Tensor]] = []
+        order = plan(tokens, self.microbatch_tokens)
+        for rows in order:
+            parts.append(self.model.compute(_packed(batch, rows), outputs))
+        if not parts:
+            return Batch()
+        back = torch.argsort(torch.cat(order))
+        lengths = batch.lengths("response")[torch.cat(order)]
+        columns: dict[str, Any] = {}
+        for name in outputs:
+            flat = torch.cat([part[name] for part in parts]).float().cpu()
+            columns[name] = flat[back] if name in SEQUENCE_OUTPUTS else Ragged.of_lengths(flat, lengths).index(back)
+        return Batch(columns)
+
+    # ------------------------------------------------------------------ update
+
+    def update(self, minibatch: Batch, loss: Loss) -> Metrics:
+        """One optimizer step over the whole minibatch: the same gradient whatever micro-batches it takes.
+
+        Args:
+            minibatch: with `prompt_ids`, `response_ids`, the loss's mask and columns.
+            loss: what is minimised.
+
+        Returns:
+            the loss's metrics, averaged over the mask; `loss`; `grad_norm` (before clipping), `lr`; `tokens` (prompt and
+            response tokens of the minibatch); `skipped_updates` (1 where the gradient was not finite or nothing was left
+            to train on, so that nothing changed).
+
+        Raises:
+            ConfigError: the engine has no optimizer, or the loss returns another shape than its mask's.
+            BatchError: a column is missing.
+        """
+        if self._optimizer is None:
+            raise ConfigError(
+                f"this {type(self.model).__name__} was built without an optimizer, so it cannot be updated",
+                remedy="give the engine optimizer settings",
+            )
+        weighted, weights_name, counted = self._weighted(minibatch, loss)
+        tokens = _tokens(minibatch)
+        keep_together = minibatch[loss.keep_together] if loss.keep_together else None
+        sums = RunningSums()
+        self._optimizer.zero_grad()
+        for rows in plan(tokens, self.microbatch_tokens, keep_together) if counted else []:
+            self._backward(weighted.index(rows), loss, weights_name, sums)
+        metrics = Metrics()
+        for name, total in sums.read().items():
+            metrics.add(name, total, 1 if name == "loss" else counted)
+        metrics.add("tokens", float(tokens.sum()))
+        metrics.add("lr", self._optimizer.lr)
+        applied = False
+        if counted:
+            report = self._optimizer.step()
+            applied = report.applied
+            if applied:
+                metrics.add("grad_norm", report.grad_norm)
+        metrics.add("skipped_updates", float(not applied))
+        self.policy_version = self._optimizer.updates
+        return metrics
+
+    def _weighted(self, minibatch: Batch, loss: Loss) -> tuple[Batch, str, int]:
+        """What the loss needs of the minibatch, with each entry's weight as one more column; its name; entries that count."""
+        mask = minibatch.padded(loss.mask).bool()
+        weights = token_weights(mask, loss.reduction, constant_length=loss.constant_length)
+        needed = minibatch.select(*dict.fromkeys(("prompt_ids", "response_ids", loss.mask, *loss.columns)))
+        if isinstance(minibatch[loss.mask], Ragged):
+            return needed.with_padded("loss_weights", weights), "loss_weights", int(mask.sum())
+        return needed.with_columns({"sequence_weights": weights}), "sequence_weights", int(mask.sum())
+
+    def _backward(self, part: Batch, loss: Loss, weights_name: str, sums: RunningSums) -> None:
+        """Adds one micro-batch's gradient, and its share of the metrics to `sums`."""
+        flat = self.model.compute(_packed(part), loss.outputs)
+        device = next(iter(flat.values())).device
+        columns = {name: part.padded(name).to(device) for name in (*loss.columns, loss.mask, weights_name)}
+        mask = columns[loss.mask].bool()
+        lengths = part.lengths("response")
+        outputs = {n: v if n in SEQUENCE_OUTPUTS else pad_rows(v, lengths) for n, v in flat.items()}
+        per_entry, metrics = loss.function(outputs, columns)
+        if per_entry.shape != mask.shape:
+            raise ConfigError(
+                f"the loss '{loss.name}' returned the shape {list(per_entry.shape)}, its mask has {list(mask.shape)}",
+                remedy="return one loss per entry of the mask; the engine reduces it",
+            )
+        # Entries outside the mask are left out, not multiplied by 0: they may hold anything.
+        total = (columns[weights_name] * per_entry).masked_fill(~mask, 0.0).sum()
+        total.backward()
+        sums.add("loss", total.detach())
+        for name, value in metrics.items():
+            sums.add(name, value.detach().masked_fill(~mask, 0.0).sum())
+
+    # ------------------------------------------------------------------ state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Weights, masters, moments, schedule position, version. The tensors are the live ones: save or copy them."""
+        return {
+            "model": _own_tensors(self.model),
+            "optimizer": self._optimizer.state_dict() if self._optimizer else None,
+            "policy_version": self.policy_version,
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes what `state_dict` gave; the next update is bit for bit what it would have been.
+
+        Raises CheckpointError where the state is another model's.
+        """
+        mine, theirs = _own_tensors(self.model), state["model"]
+        odd = sorted(set(mine) ^ set(theirs)) or sorted(n for n in mine if mine[n].shape != theirs[n].shape)
+        if odd:
+            raise CheckpointError(
+                f"the checkpoint's weights do not fit this model: {', '.join(odd[:3])}",
+                remedy="resume with the model that the checkpoint was written for",
+            )
+        for name, tensor in mine.items():
+            tensor.copy_(theirs[name])
+        self.policy_version = state["policy_version"]
+        if self._optimizer and state["optimizer"]:
+            self._optimizer.load_state_dict(state["optimizer"])
+
+    def save_pretrained(self, folder: str, tokenizer: Any = None) -> None:
+        """Writes the model as a Hugging Face folder."""
+        self.model.save_pretrained(folder, tokenizer)
+
+
+def pad_rows(flat: Tensor, lengths: Tensor) -> Tensor:
+    """Flat values `[M]` as `[b, T]`, right-padded with 0; differentiable. `lengths [b]` are on the CPU."""
+    rows, longest = len(lengths), int(lengths.max()) if len(lengths) else 0
+    valid = torch.arange(longest) < lengths[:, None]
+    places = valid.flatten().nonzero()[:, 0].to(flat.device)
+    return flat.new_zeros(rows * longest).index_copy(0, places, flat).view(rows, longest)
+
+
+def _tokens(batch: Batch) -> Tensor:
+    """Prompt and response tokens of each row, `[B]`. Raises BatchError for a row without a prompt."""
+    prompts = batch.lengths("prompt")
+    empty = (prompts == 0).nonzero()
+    if len(empty):
+        raise BatchError(
+            f"row {int(empty[0])} has an empty prompt, so nothing predicts its first token",
+            remedy="start prompts with the tokenizer's first token (bos), or leave such rows out",
+        )
+    return prompts + batch.lengths("response")
+
+
+def _packed(batch: Batch, rows: Tensor | None = None) -> Packed:
+    ids = batch.select("prompt_ids", "response_ids")
+    return pack(ids if rows is None else ids.index(rows))
+
+
+def _own_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters (tied ones once) and persistent buffers, by name."""
+    parameters = dict(model.named_parameters())
+    every = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    buffers = {name: tensor for name, tensor in model.state_dict().items() if name not in every}
+    return {**{name: p.detach() for name, p in parameters.items()}, **buffers}
