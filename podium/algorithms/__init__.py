@@ -1,0 +1,55 @@
+"""Algorithms as pure functions on tensors: tensors and keyword scalars in, tensors out."""
+
+from podium.algorithms.advantage_estimators import (
+    ADVANTAGE_ESTIMATORS,
+    AdvantageEstimator,
+    advantage_estimator,
+    find_advantage_estimator,
+)
+from podium.algorithms.advantages import broadcast_to_tokens, gae, group_relative, leave_one_out, whiten
+from podium.algorithms.base import Loss
+from podium.algorithms.entropy import entropy_from_logits
+from podium.algorithms.kl import (
+    KL_ESTIMATORS,
+    KLController,
+    adapted_kl_coef,
+    kl_estimate,
+)
+from podium.algorithms.log_probs import log_probs_from_hidden, log_probs_from_logits
+from podium.algorithms.losses import pairwise_reward_loss, policy_loss, supervised_loss, value_loss
+from podium.algorithms.policy_losses import clipped_policy_loss
+from podium.algorithms.preference_losses import bradley_terry_loss
+from podium.algorithms.reduce import REDUCTIONS, check_reduction, token_weights
+from podium.algorithms.supervised import negative_log_likelihood
+from podium.algorithms.value_losses import clipped_value_loss
+
+__all__ = [
+    "ADVANTAGE_ESTIMATORS",
+    "KL_ESTIMATORS",
+    "REDUCTIONS",
+    "AdvantageEstimator",
+    "KLController",
+    "Loss",
+    "adapted_kl_coef",
+    "advantage_estimator",
+    "bradley_terry_loss",
+    "broadcast_to_tokens",
+    "check_reduction",
+    "clipped_policy_loss",
+    "clipped_value_loss",
+    "entropy_from_logits",
+    "find_advantage_estimator",
+    "gae",
+    "group_relative",
+    "kl_estimate",
+    "leave_one_out",
+    "log_probs_from_hidden",
+    "log_probs_from_logits",
+    "negative_log_likelihood",
+    "pairwise_reward_loss",
+    "policy_loss",
+    "supervised_loss",
+    "token_weights",
+    "value_loss",
+    "whiten",
+]
