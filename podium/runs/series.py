@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Panel:
-    """One panel of the plot: the metrics whose whole names match `pattern`; spread (`/std`, `/min`, `/max`) is left out."""
+    """One panel of the plot: the metrics whose whole names match `pattern`."""
 
     title: str
     pattern: str
@@ -17,36 +17,40 @@ class Panel:
 
     def pick(self, names: Iterable[str]) -> list[str]:
         """The panel's names, in the order given."""
-        return [name for name in names if re.fullmatch(self.pattern, name) and not _SPREAD.search(name)]
+        return [name for name in names if re.fullmatch(self.pattern, name)]
 
 
-_SPREAD = re.compile(r"[/_](std|min|max)$")
-_NOT_TIME = r"(?!time/)"
+# A role called "reward" has metrics of its training under the same prefix as the reward sources.
+_OF_TRAINING = r"(?!(loss|lr|grad_norm|tokens|skipped|skipped_updates)$)"
 
 PANELS = (
-    Panel("Reward and accuracy", _NOT_TIME + r"(\w+/)?(rewards?|scores?|accuracy|margin)(/.+)?"),
-    Panel("KL to the reference", _NOT_TIME + r"(\w+/)?(ref_)?kl(_ref)?(/mean)?", "nats"),
-    Panel("Entropy", r"(\w+/)?entropy(/mean)?", "nats per token"),
-    Panel("Response length", r"(\w+/)?response_(length|tokens)(/mean)?", "tokens"),
-    Panel("Loss", _NOT_TIME + r"(\w+/)?((\w+_)?loss(/\w+)?|nll)"),
-    Panel("Time per stage", r"time/.+", "seconds"),
+    Panel("Reward and accuracy", rf"(eval/)?reward/{_OF_TRAINING}.+|(\w+/)?accuracy"),
+    Panel("KL", r"kl/per_token|\w+/(ref_kl|approx_kl)", "nats per token"),
+    Panel("Entropy", r"\w+/entropy", "nats per token"),
+    Panel("Response length", r"(eval/)?rollout/response_tokens", "tokens"),
+    Panel("Loss", r"(\w+/)?(loss|nll)"),
+    Panel("Time per stage", r"time/(?!step$).+", "seconds"),
 )
 
 _HEADLINES = (
-    ("reward", r"(train/)?(rewards?|scores?)(/mean)?"),
-    ("acc", r"((?!eval)\w+/)?accuracy"),
-    ("eval", r"eval/(accuracy|rewards?(/mean)?|nll)"),
-    ("kl", r"(\w+/)?(ref_)?kl(_ref)?(/mean)?"),
-    ("loss", r"(\w+/)?loss(/mean)?"),
-    ("tok/s", r"(\w+/)?tokens_per_second"),
+    ("reward", r"reward/mean"),
+    ("acc", r"(?!eval)\w+/accuracy"),
+    ("eval", r"eval/accuracy|eval/reward/mean|eval/nll"),
+    ("kl", r"kl/per_token|actor/ref_kl"),
+    ("len", r"rollout/response_tokens"),
+    ("loss", r"\w+/loss"),
+    ("tok/s", r"speed/tokens_per_second"),
 )
 
 
 def headline(metrics: Mapping[str, float]) -> list[tuple[str, float]]:
-    """(short label, value) of the metrics that say whether a run goes well; those that a run does not have are left out."""
+    """(short label, value) of the metrics that say whether a run goes well; those that a run does not have are left out.
+
+    A policy loss says nothing of the kind, so `loss` is there only where nothing is rewarded.
+    """
     found: list[tuple[str, float]] = []
     for label, pattern in _HEADLINES:
         name = next((name for name in metrics if re.fullmatch(pattern, name)), None)
-        if name is not None:
+        if name is not None and not (label == "loss" and "reward/mean" in metrics):
             found.append((label, metrics[name]))
     return found

@@ -19,7 +19,7 @@ class Clock:
         return self.now
 
 
-METRICS = {"reward": 0.4321, "kl": 0.00123, "tokens_per_second": 1234.5, "other": 1.0}
+METRICS = {"reward/mean": 0.4321, "actor/ref_kl": 0.00123, "speed/tokens_per_second": 1234.5, "actor/loss": 1.0}
 
 
 def test_plain_lines_say_what_matters() -> None:
@@ -89,5 +89,5 @@ def test_an_error_ends_the_bars() -> None:
 
 
 def test_headline_leaves_out_what_is_not_there() -> None:
-    assert headline({"loss": 2.0, "lr": 1e-5}) == [("loss", 2.0)]
+    assert headline({"actor/loss": 2.0, "actor/lr": 1e-5}) == [("loss", 2.0)]
     assert headline({}) == []
