@@ -16,11 +16,26 @@ class Limits:
 
     positions: int | None
     vocabulary: int
+    name: str = "max_position_embeddings"
+    """The config field that limits the tokens."""
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Limits:
         config = model.config.get_text_config()
         return cls(getattr(config, "max_position_embeddings", None), model.get_input_embeddings().num_embeddings)
+
+    @classmethod
+    def within_one_rotation(cls, model: PreTrainedModel) -> Limits:
+        """As `of`; where the rotary embedding changes for all tokens once a sequence of the batch is long (longrope), the
+        limit is that length: keys in a cache would not change with it.
+        """
+        limits = cls.of(model)
+        config = model.config.get_text_config()
+        rope = getattr(config, "rope_parameters", None) or {}
+        border = rope.get("original_max_position_embeddings", getattr(config, "original_max_position_embeddings", None))
+        if rope.get("rope_type") == "longrope" and border and (limits.positions is None or border < limits.positions):
+            return replace(limits, positions=border, name="original_max_position_embeddings (longrope)")
+        return limits
 
     def check(self, request: Request) -> None:
         """Raises RolloutError for a request that can never be served."""
@@ -35,7 +50,7 @@ class Limits:
         if self.positions is not None and total > self.positions:
             raise RolloutError(
                 f"prompt of {len(prompt)} tokens + max_new_tokens={sampling.max_new_tokens} = {total}, "
-                f"beyond the model's max_position_embeddings={self.positions}",
+                f"beyond the model's {self.name}={self.positions}",
                 remedy=f"set max_new_tokens to at most {max(0, self.positions - len(prompt))}, or shorten the prompt",
             )
         odd = [t for t in (*prompt, *written, *sampling.stop_token_ids) if not 0 <= t < self.vocabulary]

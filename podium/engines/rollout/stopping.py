@@ -44,12 +44,17 @@ class StopStrings:
         self._ids.append(token)
         before = self._decode(self._ids[self._prefix : self._read])
         text = self._decode(self._ids[self._prefix :])
-        if len(text) <= len(before) or text.endswith("�"):
+        if len(text) <= len(before):
             return False
         window = self._tail + text[len(before) :]
+        if text.endswith("�"):  # inside a character: what stands before it counts, but is read again with the next token
+            return self._found(window.rstrip("�"))
         self._prefix, self._read = self._read, len(self._ids)
         self._tail = window[-self._keep :] if self._keep else ""
-        return any(stop in window for stop in self._stop)
+        return self._found(window)
+
+    def _found(self, text: str) -> bool:
+        return any(stop in text for stop in self._stop)
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)

@@ -83,7 +83,7 @@ class NativeEngine:
         self._stale = False
         self._ids = count()
         self._ends = end_token_ids(model, tokenizer)
-        self._limits = Limits.of(model)
+        self._limits = Limits.within_one_rotation(model)
         self._storage = storage_fingerprint(model)
         with self._generating():
             verify_head(model)
