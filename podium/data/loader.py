@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -50,6 +51,10 @@ class Loader:
     def epoch(self) -> float:
         """Passes over the data made so far."""
         return self._epoch + self._position / self.units
+
+    def __iter__(self) -> Iterator[Batch]:
+        while True:
+            yield self.next_batch()
 
     def next_batch(self) -> Batch:
         """The next `rows_per_step` rows."""

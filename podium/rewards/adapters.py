@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from podium.core.batch import Batch, Ragged
+from podium.core.batch import Batch
 from podium.core.errors import RewardError
 from podium.core.metrics import Metrics
 from podium.rewards.base import REMEDY, OnError, SampleFailure, Scored, TrainerState, collect, responses_of, sample
@@ -74,7 +74,7 @@ class TRLReward(FunctionReward):
             answers = self._answers(keywords, len(batch))
         except RewardError:
             raise
-        except Exception as error:  # noqa: BLE001 - a user's function: anything
+        except Exception as error:
             return self._row_by_row(batch, state, error)
         return collect(self.name, batch, answers, self.on_error, metrics, columns)
 
@@ -87,7 +87,7 @@ class TRLReward(FunctionReward):
             [{"role": "assistant", "content": text}] if isinstance(prompt, list) else text
             for prompt, text in zip(prompts, responses, strict=True)
         ]
-        if self.signature.wants("completion_ids") and isinstance(batch["response_ids"], Ragged):
+        if "response_ids" in batch or "completion_ids" in self.signature.accepts:
             everything["completion_ids"] = batch["response_ids"].to_list()
         everything["trainer_state"] = state
         everything["log_metric"] = lambda name, value: metrics.add(name, float(value))
@@ -165,7 +165,7 @@ class VerlReward(FunctionReward):
     def _one(self, call: Mapping[str, Any]) -> Any:
         try:
             return self.function(**call)
-        except Exception as error:  # noqa: BLE001 - a user's function: anything
+        except Exception as error:
             return error
 
     async def _gather(self, calls: list[dict[str, Any]]) -> list[Any]:
