@@ -1,0 +1,179 @@
+"""The algorithms agree with verl's and TRL's, where those have the same function. Deliberate differences are tested too.
+
+Skipped where verl or TRL is not installed: `pip install verl==0.9.1 trl`.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from podium.algorithms import (
+    KLController,
+    clipped_policy_loss,
+    clipped_value_loss,
+    entropy_from_logits,
+    gae,
+    group_relative,
+    kl_estimate,
+    leave_one_out,
+    log_probs_from_logits,
+    token_weights,
+    whiten,
+)
+
+B, T = 6, 9
+
+
+@pytest.fixture(scope="module")
+def verl():
+    return pytest.importorskip("verl.trainer.ppo.core_algos", reason="verl==0.9.1 is not installed", exc_type=ImportError)
+
+
+@pytest.fixture(scope="module")
+def trl():
+    return pytest.importorskip("trl.trainer.utils", reason="trl is not installed", exc_type=ImportError)
+
+
+def draw(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture
+def mask() -> torch.Tensor:
+    """Responses of several lengths, with environment tokens inside, and one row with nothing in it."""
+    mask = torch.arange(T) < torch.tensor([9, 7, 4, 1, 9, 0])[:, None]
+    mask[0, 3:5] = False
+    mask[4, 0] = False
+    return mask
+
+
+REWARDS = torch.tensor([1.0, 0.0, 2.0, 0.5, 0.5, -1.0])
+GROUP_ID = torch.tensor([3, 3, 3, 8, 8, 8])
+
+
+def at_first_token(rewards: torch.Tensor) -> torch.Tensor:
+    return torch.cat([rewards[:, None], torch.zeros(B, T - 1)], dim=1)
+
+
+def test_gae(verl, mask):
+    rewards, values = draw(B, T, seed=1) * mask, draw(B, T, seed=2)
+    theirs, their_returns = verl.compute_gae_advantage_return(rewards, values, mask.float(), gamma=0.9, lam=0.8)
+    ours, our_returns = gae(rewards, values, mask, gamma=0.9, gae_lambda=0.8)
+    assert_close(whiten(ours, mask), theirs * mask)
+    assert_close(our_returns, their_returns * mask)
+
+
+def test_gae_keeps_a_reward_on_an_environment_token_that_verl_drops(verl):
+    mask, rewards = torch.tensor([[1, 1, 0]]), torch.tensor([[0.0, 0.0, 1.0]])
+    _, theirs = verl.compute_gae_advantage_return(rewards, torch.zeros(1, 3), mask, gamma=1.0, lam=1.0)
+    _, ours = gae(rewards, torch.zeros(1, 3), mask, gamma=1.0, gae_lambda=1.0)
+    assert not theirs[0, :2].any()
+    assert_close(ours[0, :2], torch.ones(2))
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_group_relative(verl, mask, normalize: bool):
+    theirs, _ = verl.compute_grpo_outcome_advantage(
+        at_first_token(REWARDS), mask.float(), GROUP_ID.numpy(), epsilon=1e-4, norm_adv_by_std_in_grpo=normalize
+    )
+    ours = group_relative(REWARDS, GROUP_ID, normalize=normalize, epsilon=1e-4)
+    assert_close(ours[:, None] * mask, theirs)
+
+
+def test_leave_one_out(verl, mask):
+    theirs, _ = verl.compute_rloo_outcome_advantage(at_first_token(REWARDS), mask.float(), GROUP_ID.numpy())
+    assert_close(leave_one_out(REWARDS, GROUP_ID)[:, None] * mask, theirs)
+
+
+def test_a_group_of_one_is_zero_here_and_the_raw_reward_in_verl(verl):
+    one = {"token_level_rewards": torch.tensor([[3.0]]), "response_mask": torch.ones(1, 1)}
+    theirs, _ = verl.compute_grpo_outcome_advantage(**one, index=GROUP_ID[:1].numpy())
+    assert_close(theirs, torch.tensor([[3.0]]))
+    assert group_relative(torch.tensor([3.0]), GROUP_ID[:1]) == 0
+
+
+@pytest.mark.parametrize(("clip_low", "clip_high", "dual_clip"), [(0.2, 0.2, 3.0), (0.1, 0.3, 1.5)])
+def test_policy_loss(verl, mask, clip_low: float, clip_high: float, dual_clip: float):
+    log_probs = (-draw(B, T, seed=3).abs()).requires_grad_()
+    old, advantages = (log_probs + 0.5 * draw(B, T, seed=4)).detach(), draw(B, T, seed=5)
+    theirs, their_fraction, _, their_dual_fraction = verl.compute_policy_loss(
+        old,
+        log_probs,
+        advantages,
+        mask.float(),
+        cliprange_low=clip_low,
+        cliprange_high=clip_high,
+        clip_ratio_c=dual_clip,
+        cliprange=0.2,
+    )
+    loss, metrics = clipped_policy_loss(log_probs, old, advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
+    weights = token_weights(mask, "token_mean")
+    ours = (weights * loss).sum()
+    assert_close(ours, theirs)
+    assert_close(torch.autograd.grad(ours, log_probs), torch.autograd.grad(theirs, log_probs))
+    assert_close((weights * metrics["clip_fraction"]).sum(), their_fraction)
+    assert_close((weights * metrics["dual_clip_fraction"]).sum(), their_dual_fraction)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        ("token_mean", "token-mean"),
+        ("sequence_mean_token_mean", "seq-mean-token-mean"),
+        ("sequence_mean_token_sum", "seq-mean-token-sum"),
+    ],
+)
+def test_reductions(verl, mask, ours: str, theirs: str):
+    loss = draw(B, T, seed=6)
+    assert_close((token_weights(mask, ours) * loss).sum(), verl.agg_loss(loss, mask.float(), theirs))
+
+
+def test_constant_reduction_counts_all_rows(verl, mask):
+    loss = draw(B, T, seed=6)
+    theirs = verl.agg_loss(loss, mask.float(), "seq-mean-token-sum-norm", global_batch_size=B, loss_scale_factor=32)
+    assert_close((token_weights(mask, "constant", constant_length=32) * loss).sum(), theirs)
+
+
+def test_value_loss(verl, mask):
+    values, old, returns = (draw(B, T, seed=seed) for seed in (7, 8, 9))
+    theirs, their_fraction = verl.compute_value_loss(values, returns, old, mask.float(), cliprange_value=0.5)
+    loss, metrics = clipped_value_loss(values, old, returns, clip=0.5)
+    weights = token_weights(mask, "token_mean")
+    assert_close((weights * loss).sum(), theirs)
+    assert_close((weights * metrics["value_clip_fraction"]).sum(), their_fraction)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_kl(verl, estimator: str):
+    log_probs, ref = draw(B, T, seed=10), draw(B, T, seed=11).mul(0.5)
+    ours = kl_estimate(log_probs, ref, estimator=estimator)
+    theirs = verl.kl_penalty(log_probs, ref, estimator)
+    below = theirs < 10  # verl cuts k3 off at 10
+    assert below.float().mean() > 0.9
+    assert_close(ours[below], theirs[below])
+
+
+def test_kl_controller(verl):
+    settings = SimpleNamespace(type="adaptive", kl_coef=0.1, target_kl=0.05, horizon=1000)
+    theirs, ours = verl.get_kl_controller(settings), KLController("adaptive", kl_coef=0.1, target=0.05, horizon=1000)
+    for observed in (0.01, 0.2, 0.05, 0.052):
+        theirs.update(observed, 64)
+        ours.update(observed, 64)
+        assert ours.value == pytest.approx(theirs.value)
+
+
+def test_entropy_and_log_probs_agree_with_trl(trl):
+    logits, targets = draw(3, 4, 50, seed=12), torch.randint(0, 50, (3, 4))
+    assert_close(entropy_from_logits(logits), trl.entropy_from_logits(logits))
+    theirs = trl.selective_log_softmax(logits, targets, temperature=0.7)
+    assert_close(log_probs_from_logits(logits, targets, temperature=0.7), theirs)
+
+
+def test_group_standard_deviation_agrees_with_trl(trl):
+    grouped = REWARDS.view(2, 3)
+    theirs = (grouped - grouped.mean(dim=1, keepdim=True)) / (trl.nanstd(grouped, dim=1, keepdim=True) + 1e-4)
+    assert_close(group_relative(REWARDS, GROUP_ID), theirs.flatten())
