@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from podium.core.errors import ConfigError, did_you_mean
 
@@ -21,6 +21,19 @@ class Settings(BaseModel):
     """Base of every settings class: unknown keys are refused, field docstrings are kept."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_assignment=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _keep_section_defaults(cls, values: Any) -> Any:
+        """A section given in part keeps this class's own defaults for the rest (`kl.coef=0.1` leaves PPO's `kl.place`)."""
+        if not isinstance(values, Mapping):
+            return values
+        out = dict(values)
+        for name, field in cls.model_fields.items():
+            default = field.get_default(call_default_factory=True) if isinstance(out.get(name), Mapping) else None
+            if isinstance(default, Settings):
+                out[name] = {**default.model_dump(exclude_defaults=True), **out[name]}
+        return out
 
 
 S = TypeVar("S", bound=Settings)

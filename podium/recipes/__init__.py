@@ -8,7 +8,7 @@ from typing import Any
 
 from podium.core.config import apply_overrides, load_yaml
 from podium.core.settings import RecipeSettings
-from podium.recipes.explain import explain
+from podium.recipes._explain import explain
 from podium.trainer.recipe import known_recipes, read_settings
 from podium.trainer.trainer import Trainer, TrainResult
 

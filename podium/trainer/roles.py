@@ -7,16 +7,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from podium.algorithms.base import Loss
 from podium.controller.worker_group import Executor, RoleHandle
 from podium.core.errors import ConfigError
 from podium.core.settings import OnlineSettings, OptimizerSettings, RecipeSettings, RolloutSettings
 from podium.engines.base import SamplingParams
-from podium.engines.rollout import ROLLOUT_ENGINES
+from podium.engines.rollout import create_rollout_engine
 from podium.engines.train import TRAIN_ENGINES
 from podium.models.heads import ActorModel, CriticModel, RewardModel
-from podium.models.lm_head import base_of
 from podium.models.loading import load_causal_lm, load_tokenizer
 from podium.stages.graph import StageGraph
+from podium.stages.update import UpdateStage
 
 
 def sampling_of(rollout: RolloutSettings) -> SamplingParams:
@@ -33,16 +34,17 @@ def sampling_of(rollout: RolloutSettings) -> SamplingParams:
 
 @dataclass(frozen=True)
 class RoleNeeds:
-    """Which roles to build, in order, and which of them train."""
+    """Which roles to build, in order, and the losses of those that train."""
 
     roles: list[str]
-    updated: set[str]
+    losses: dict[str, Loss]
 
     @classmethod
     def of(cls, graphs: Sequence[StageGraph]) -> RoleNeeds:
         """What several graphs (training, evaluation) need together."""
         roles = list(dict.fromkeys(role for graph in graphs for role in graph.roles))
-        return cls(roles, {role for graph in graphs for role in graph.updated})
+        updates = [stage for graph in graphs for stage in graph.stages if isinstance(stage, UpdateStage)]
+        return cls(roles, {stage.roles[0]: stage.make_loss() for stage in updates})
 
 
 class Roles:
@@ -65,34 +67,33 @@ class Roles:
     def build(self, needs: RoleNeeds, *, generates: bool) -> dict[str, RoleHandle]:
         """A handle for every role needed; optimizers for those that train."""
         # The reference copies the actor's starting weights, so it is made from the same source, never from a trained actor.
-        makers = {name: self._maker(name, name in needs.updated, generates) for name in needs.roles}
+        makers = {name: self._maker(name, needs.losses.get(name), generates) for name in needs.roles}
         return {name: self.executor.launch(name, make) for name, make in makers.items()}
 
     # ------------------------------------------------------------------ one role each
 
-    def _maker(self, role: str, trained: bool, generates: bool) -> Callable[[], Any]:
+    def _maker(self, role: str, loss: Loss | None, generates: bool) -> Callable[[], Any]:
         if role == "actor":
-            return lambda: self._actor(trained, generates)
+            return lambda: self._actor(loss, generates)
         if role == "reference":
             return self._reference
         if role == "critic":
-            return lambda: self._critic(trained)
+            return lambda: self._critic(loss)
         if role.startswith("reward"):
-            return lambda: self._reward(role, trained)
+            return lambda: self._reward(role, loss)
         raise ConfigError(f"no worker is known for the role '{role}'", where="stages")
 
-    def _actor(self, trained: bool, generates: bool) -> Any:
+    def _actor(self, loss: Loss | None, generates: bool) -> Any:
         from podium.workers.actor import ActorWorker
 
         model = self._causal_lm("actor", self.settings.model.path)
         rollout = None
         rollout_settings = self._rollout()
         if generates:
-            make = ROLLOUT_ENGINES.get(rollout_settings.engine)
             options = {"max_concurrent": rollout_settings.max_concurrent, **rollout_settings.backend_options}
-            rollout = make(model, self.tokenizer, **options)
-        engine = self._engine(ActorModel(model, temperature=rollout_settings.temperature or 1.0), trained)
-        return ActorWorker(engine, rollout, sampling_of(rollout_settings), self.tokenizer, **self._minibatching())
+            rollout = create_rollout_engine(rollout_settings.engine, model, self.tokenizer, **options)
+        engine = self._engine(ActorModel(model, temperature=rollout_settings.temperature or 1.0), loss)
+        return ActorWorker(engine, rollout, sampling_of(rollout_settings), self.tokenizer, **self._minibatching(loss))
 
     def _reference(self) -> Any:
         from podium.workers.reference import ReferenceWorker
@@ -103,9 +104,9 @@ class Roles:
         else:
             model = self._causal_lm("reference", path or self._actor_path())
         model.requires_grad_(False)
-        return ReferenceWorker(self._engine(ActorModel(model, temperature=self._rollout().temperature or 1.0), False))
+        return ReferenceWorker(self._engine(ActorModel(model, temperature=self._rollout().temperature or 1.0), None))
 
-    def _critic(self, trained: bool) -> Any:
+    def _critic(self, loss: Loss | None) -> Any:
         from podium.workers.critic import CriticWorker
 
         given, path = self.given.get("critic"), self.settings.model.critic_path
@@ -114,11 +115,11 @@ class Roles:
         elif given or path or self._actor_is_path():
             model = CriticModel.from_pretrained(given or path or self._actor_path(), **self._loading())
         else:
-            model = CriticModel(base_of(copy.deepcopy(_unwrap(self.given["actor"]))))
+            model = CriticModel.from_causal_lm(copy.deepcopy(_unwrap(self.given["actor"])))
         optimizer = getattr(self.settings, "critic", None) or self.settings.optimizer
-        return CriticWorker(self._engine(model.to(self.device), trained, optimizer), **self._minibatching())
+        return CriticWorker(self._engine(model.to(self.device), loss, optimizer), **self._minibatching(loss))
 
-    def _reward(self, role: str, trained: bool) -> Any:
+    def _reward(self, role: str, loss: Loss | None) -> Any:
         from podium.workers.reward import RewardWorker
 
         given = self.given.get(role) or self.settings.model.reward_path
@@ -127,21 +128,21 @@ class Roles:
             model, tokenizer = given, getattr(given, "tokenizer", None) or tokenizer
         elif given is not None:
             model = RewardModel.from_pretrained(given, **self._loading())
-            tokenizer = tokenizer if trained else load_tokenizer(given)
-        elif trained:
-            model = RewardModel.from_causal_lm(self._actor_path(), **self._loading())
+            tokenizer = tokenizer if loss is not None else load_tokenizer(given)
+        elif loss is not None:
+            model = RewardModel.from_causal_lm(self._causal_lm("actor", self.settings.model.path))
         else:
             raise ConfigError(f"the role '{role}' has no model", where="model.reward_path", remedy="set model.reward_path")
-        engine = self._engine(model.to(self.device), trained)
-        return RewardWorker(engine, tokenizer=tokenizer, policy_tokenizer=self.tokenizer, **self._minibatching())
+        engine = self._engine(model.to(self.device), loss)
+        return RewardWorker(engine, tokenizer=tokenizer, policy_tokenizer=self.tokenizer, **self._minibatching(loss))
 
     # ------------------------------------------------------------------ pieces
 
-    def _engine(self, model: Any, trained: bool, optimizer: OptimizerSettings | None = None) -> Any:
+    def _engine(self, model: Any, loss: Loss | None, optimizer: OptimizerSettings | None = None) -> Any:
         batch, steps = self.settings.batch, self.settings.run.steps
         return TRAIN_ENGINES.get("single")(
             model,
-            optimizer=(optimizer or self.settings.optimizer) if trained else None,
+            optimizer=(optimizer or self.settings.optimizer) if loss is not None else None,
             microbatch_tokens=batch.microbatch_tokens,
             total_updates=steps * batch.updates_per_step,
         )
@@ -178,9 +179,10 @@ class Roles:
     def _rollout(self) -> RolloutSettings:
         return self.settings.rollout if isinstance(self.settings, OnlineSettings) else RolloutSettings()
 
-    def _minibatching(self) -> dict[str, Any]:
+    def _minibatching(self, loss: Loss | None) -> dict[str, Any]:
         batch = self.settings.batch
-        return {"minibatch_sequences": batch.minibatch_sequences, "epochs": batch.epochs, "seed": self.settings.run.seed}
+        sizes = {"minibatch_sequences": batch.minibatch_sequences, "epochs": batch.epochs}
+        return {"loss": loss, "seed": self.settings.run.seed, **sizes}
 
 
 def _unwrap(model: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -126,7 +126,7 @@ class Trainer:
         total = self.settings.run.steps
         with Progress(total, self.settings.algorithm, enabled=self.settings.run.progress) as progress:
             store.note = progress.note
-            self._prepare(progress.note)
+            self.prepare(progress.note)
             if resume:
                 self._restore(store, run, progress)
             else:
@@ -146,9 +146,50 @@ class Trainer:
                     tracker.close()
                 run.close()
 
+    def prepare(self, note: Callable[[str], None] = lambda text: None) -> Trainer:
+        """Loads data, tokenizer and models, once; after it `roles` and `loader` are there (for a loop of your own).
+
+        Args:
+            note: called with each line that a user should read.
+        """
+        if self.roles:
+            return self
+        settings = self.settings
+        if settings.run.threads:
+            torch.set_num_threads(settings.run.threads)
+        seed_everything(settings.run.seed)
+        device = _device(settings.run.device)
+        for line in self.pool.notes(device, torch.cuda.device_count() if device != "cpu" else 0):
+            note(line)
+        for stage in self.graph.stages:
+            self._given_models |= stage.models()
+            self._given_tokenizer = self._given_tokenizer or getattr(stage, "tokenizer", None)
+        roles = Roles(settings, self._given_models, self._given_tokenizer, self.executor, device)
+        self.tokenizer = roles.tokenizer
+        data = load_data(settings, self.kind, self.tokenizer, self._given_data, self._given_eval)
+        for line in data.lines:
+            note(line)
+        self._held_out = data.held_out
+        for stage in (*self.graph.stages, *self.evaluation.stages):
+            stage.check_data(data.train.extras())
+        rows = settings.batch.prompts_per_step
+        self.loader = Loader(
+            data.train,
+            rows * (2 if self.kind == "preferences" else 1),
+            shuffle=settings.data.shuffle,
+            seed=settings.run.seed,
+            unit=2 if self.kind == "preferences" else 1,
+        )
+        graphs = [self.graph, self.evaluation] if self._held_out is not None else [self.graph]
+        generates = any("rollout_log_probs" in stage.writes for g in graphs for stage in g.stages)
+        self.roles = roles.build(RoleNeeds.of(graphs), generates=generates)
+        for stage, column in self.graph.missing_optional():
+            note(f"no stage writes '{column}': '{stage}' goes without it")
+        return self
+
     def evaluate(self) -> dict[str, float]:
         """Measures the held-out rows once, as the run would. Raises ConfigError where there are none."""
-        self._prepare(lambda text: None)
+        self.prepare()
         if self._held_out is None:
             raise ConfigError("there is no held-out data", where="data", remedy="set data.eval_path or data.eval_samples")
         return self._evaluate(None).means()
@@ -191,7 +232,7 @@ class Trainer:
                     f"no stage calls the roles {unused}", where="model_names", remedy="roles here: " + ", ".join(self.graph.roles)
                 )
         if isinstance(self.settings, OnlineSettings) and "actor" in self.graph.roles:
-            ROLLOUT_ENGINES.get(self.settings.rollout.engine)
+            ROLLOUT_ENGINES.get(self.settings.rollout.engine)()
 
     def _open_run(self, resume: bool | str | Path) -> RunFolder:
         settings = self.settings.run
@@ -204,42 +245,6 @@ class Trainer:
                 raise CheckpointError(f"no run to resume in '{settings.folder}'", remedy="start without --resume")
             return found
         return RunFolder.open(resume)
-
-    def _prepare(self, note: Any) -> None:
-        """Loads data, tokenizer and models, once."""
-        if self.roles:
-            return
-        settings = self.settings
-        if settings.run.threads:
-            torch.set_num_threads(settings.run.threads)
-        seed_everything(settings.run.seed)
-        device = _device(settings.run.device)
-        for line in self.pool.notes(device, torch.cuda.device_count() if device != "cpu" else 0):
-            note(line)
-        for stage in self.graph.stages:
-            self._given_models |= stage.models()
-            self._given_tokenizer = self._given_tokenizer or getattr(stage, "tokenizer", None)
-        roles = Roles(settings, self._given_models, self._given_tokenizer, self.executor, device)
-        self.tokenizer = roles.tokenizer
-        data = load_data(settings, self.kind, self.tokenizer, self._given_data, self._given_eval)
-        for line in data.lines:
-            note(line)
-        self._held_out = data.held_out
-        for stage in (*self.graph.stages, *self.evaluation.stages):
-            stage.check_data(data.train.extras())
-        rows = settings.batch.prompts_per_step
-        self.loader = Loader(
-            data.train,
-            rows * (2 if self.kind == "preferences" else 1),
-            shuffle=settings.data.shuffle,
-            seed=settings.run.seed,
-            unit=2 if self.kind == "preferences" else 1,
-        )
-        graphs = [self.graph, self.evaluation] if self._held_out is not None else [self.graph]
-        generates = any("rollout_log_probs" in stage.writes for g in graphs for stage in g.stages)
-        self.roles = roles.build(RoleNeeds.of(graphs), generates=generates)
-        for stage, column in self.graph.missing_optional():
-            note(f"no stage writes '{column}': '{stage}' goes without it")
 
     # ------------------------------------------------------------------ the loop
 
