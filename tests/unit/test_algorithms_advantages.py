@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from torch.testing import assert_close
@@ -173,3 +176,17 @@ def test_adding_an_estimator(monkeypatch):
         advantage_estimator("constant", needs=("rewards", "mask"))(constant)
     with pytest.raises(ValueError, match=r"missing: \['values'\].*without: \['mask'\]"):
         advantage_estimator("broken", needs=("rewards", "values"))(lambda *, rewards, mask: {})
+
+
+def test_the_example_in_the_docs_runs(monkeypatch):
+    monkeypatch.setattr("podium.algorithms.advantage_estimators.ADVANTAGE_ESTIMATORS", {})
+    page = Path(__file__).parents[2] / "docs/algorithms/add_an_algorithm.md"
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    scope: dict = {}
+    for block in blocks:
+        if not block.startswith("GRPOStage"):
+            exec(block, scope)
+    scope["test_best_other"]()
+    loss = scope["reinforce_loss"]()
+    value, _ = loss.function({"log_probs": row(-1.0)}, {"advantages": row(2.0)})
+    assert_close(value, row(2.0))

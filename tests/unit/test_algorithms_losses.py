@@ -120,6 +120,20 @@ def test_policy_loss_object_asks_only_for_what_it_uses():
     assert {"ratio", "clip_fraction", "approx_kl", "entropy", "ref_kl"} == set(metrics)
 
 
+def test_one_update_needs_no_old_log_probs_and_has_the_same_gradient():
+    loss = policy_loss(one_update=True, kl_coef=0.1)
+    assert loss.columns == ("advantages", "ref_log_probs")
+    columns = {"advantages": vector(1, -1), "ref_log_probs": vector(-2.0, 1.0)}
+    log_probs = vector(-0.5, -1.5)
+
+    def gradient(loss, columns):
+        leaf = log_probs.clone().requires_grad_()
+        value, _ = run(loss, {"log_probs": leaf}, columns)
+        return value.detach(), torch.autograd.grad(value.sum(), leaf)[0]
+
+    assert_close(gradient(loss, columns), gradient(policy_loss(kl_coef=0.1), columns | {"old_log_probs": log_probs}))
+
+
 def test_wrong_settings_are_found_when_the_loss_is_built():
     with pytest.raises(ValueError, match=r"Did you mean 'token_mean'\?"):
         policy_loss(reduction="token_meen")
