@@ -11,16 +11,21 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from podium.algorithms.kl import KLController
-    from podium.controller.resource_pool import ResourcePool
-    from podium.core.batch import Batch
-    from podium.models.heads import ActorModel, CriticModel, RewardModel, load_reward_model
-    from podium.recipes import train
-    from podium.stages.advantage import estimate_advantages
-    from podium.stages.policy import GRPOStage, PPOStage
-    from podium.stages.reward import RewardStage
-    from podium.stages.rollout import RolloutStage
-    from podium.trainer import LLMTrainer, Trainer
+    from podium.algorithms.kl import KLController as KLController
+    from podium.controller.resource_pool import ResourcePool as ResourcePool
+    from podium.core.batch import Batch as Batch
+    from podium.models.heads import ActorModel as ActorModel
+    from podium.models.heads import CriticModel as CriticModel
+    from podium.models.heads import RewardModel as RewardModel
+    from podium.models.heads import load_reward_model as load_reward_model
+    from podium.recipes import train as train
+    from podium.stages.policy import GRPOStage as GRPOStage
+    from podium.stages.policy import PPOStage as PPOStage
+    from podium.stages.reward import RewardStage as RewardStage
+    from podium.stages.rollout import RolloutStage as RolloutStage
+    from podium.trainer import LLMTrainer as LLMTrainer
+    from podium.trainer import Trainer as Trainer
+    from podium.workers.advantages import estimate_advantages as estimate_advantages
 
 _HOMES = {
     "podium.core.batch": ("Batch",),
@@ -28,7 +33,7 @@ _HOMES = {
     "podium.controller.resource_pool": ("ResourcePool",),
     "podium.models.heads": ("ActorModel", "CriticModel", "RewardModel", "load_reward_model"),
     "podium.recipes": ("train",),
-    "podium.stages.advantage": ("estimate_advantages",),
+    "podium.workers.advantages": ("estimate_advantages",),
     "podium.stages.policy": ("GRPOStage", "PPOStage"),
     "podium.stages.reward": ("RewardStage",),
     "podium.stages.rollout": ("RolloutStage",),

@@ -25,6 +25,7 @@ from podium.models.loading import (
     load_causal_lm,
     load_pretrained,
     load_sequence_classifier,
+    load_tokenizer,
     replaced_folder,
     save_pretrained,
     without_dropout,
@@ -167,6 +168,8 @@ class RewardModel(nn.Module):
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
+        self.tokenizer: PreTrainedTokenizerBase | None = None
+        """The model's own tokenizer, where it is known; None: the policy's."""
         self.model = without_dropout(model)
         if not isinstance(getattr(model, "score", None), nn.Linear):
             raise ModelError(
@@ -225,6 +228,17 @@ class RewardModel(nn.Module):
         if tokenizer is not None and self.model.config.pad_token_id is None:
             self.model.config.pad_token_id = tokenizer.pad_token_id
         save_pretrained(folder, self.model, tokenizer)
+
+
+def load_reward_model(path: PathLike, **options: Any) -> RewardModel:
+    """A reward model with its tokenizer (`.tokenizer`), from a sequence-classification folder or hub name.
+
+    Responses of a policy with another tokenizer are scored through their text. `options` are those of
+    `load_sequence_classifier`.
+    """
+    model = RewardModel.from_pretrained(path, **options)
+    model.tokenizer = load_tokenizer(path)
+    return model
 
 
 def _new_value_head(base: PreTrainedModel) -> nn.Linear:

@@ -8,9 +8,10 @@ from typing import Any
 from podium.core.batch import Batch
 from podium.core.errors import ConfigError
 from podium.core.settings import RewardSettings
-from podium.rewards.base import Reward, Scored
+from podium.rewards.base import Reward, TrainerState
 from podium.rewards.fusion import check_columns, fuse
 from podium.rewards.loading import load_rewards
+from podium.rewards.model import ModelReward
 from podium.stages.base import Stage, StepContext
 
 
@@ -61,20 +62,15 @@ class RewardStage(Stage):
 
     def run(self, batch: Batch, context: StepContext) -> Batch:
         models = [
-            ModelReward(role, weight, context.roles[role])
-            for role, weight in zip(self.models(), self._model_weights, strict=True)
+            ModelReward(name, _scorer(context.roles[name]), weight=weight)
+            for name, weight in zip(self.models(), self._model_weights, strict=True)
         ]
-        fused, metrics = fuse(batch, [*models, *self.functions])
+        fused, metrics = fuse(batch, [*models, *self.functions], TrainerState(context.step))
         context.metrics.merge(metrics)
         return fused
 
 
-class ModelReward:
-    """A reward role as one source among others."""
 
-    def __init__(self, name: str, weight: float, role: Any) -> None:
-        self.name, self.weight, self.role = name, weight, role
-
-    def __call__(self, batch: Batch) -> Scored:
-        ids = batch.select("prompt_ids", "response_ids")
-        return Scored(values=self.role.score(ids, name="scores").result()["scores"], failed=[])
+def _scorer(role: Any) -> Callable[[Batch], Any]:
+    """A reward role's handle as a function from a batch to its column `scores`."""
+    return lambda batch: role.score(batch.select("prompt_ids", "response_ids"), name="scores")

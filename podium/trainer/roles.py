@@ -125,7 +125,7 @@ class Roles:
         given = self.given.get(role) or self.settings.model.reward_path
         tokenizer = self.tokenizer
         if isinstance(given, RewardModel):
-            model, tokenizer = given, getattr(given, "tokenizer", None) or tokenizer
+            model, tokenizer = given, given.tokenizer or tokenizer
         elif given is not None:
             model = RewardModel.from_pretrained(given, **self._loading())
             tokenizer = tokenizer if loss is not None else load_tokenizer(given)

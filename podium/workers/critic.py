@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
+
 from podium.controller.dispatch import dispatch
 from podium.core.batch import Batch
 from podium.core.metrics import Metrics
+from podium.workers.advantages import estimate_advantages
 from podium.workers.base import TrainedRole
 
 
@@ -17,6 +20,19 @@ class CriticWorker(TrainedRole):
     def compute_values(self, batch: Batch) -> Batch:
         """`values`: what the critic expects from the state before each response token."""
         return Batch({"values": self.engine.compute(batch, ("values",))["values"]})
+
+    @dispatch("rows")
+    def compute_advantages(self, sequences: Batch, rewards: Tensor, *, gamma: float = 1.0, gae_lambda: float = 0.95) -> Batch:
+        """Values, token rewards, and GAE's `advantages` and `returns`, added to the sequences.
+
+        Advantages are whitened over the rows of this worker.
+
+        Args:
+            sequences: with `prompt_ids`, `response_ids`, `response_mask`.
+            rewards: one per response, `[B]`.
+        """
+        batch = sequences.with_columns({"rewards": rewards}).union(self.compute_values(sequences))
+        return estimate_advantages(batch, gamma=gamma, gae_lambda=gae_lambda)
 
     @dispatch("rows")
     def update_critic(self, batch: Batch, loss: Any = None) -> Metrics:
