@@ -1,0 +1,238 @@
+"""The role models over packed rows against plain `transformers`, one sequence at a time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedModel,
+)
+
+from podium.core.batch import Batch
+from podium.core.errors import ModelError
+from podium.models.heads import ActorModel, CriticModel, RewardModel
+from podium.models.lm_head import base_of, lm_head_of, own_attention
+from podium.models.packed import pack
+from tests.tiny import FAMILIES, PAD_ID, tiny_model, tiny_tokenizer
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+}
+
+
+def small(name: str, **fields: Any) -> PreTrainedModel:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **{**SMALL, **fields})).eval()
+
+
+def rows(vocabulary: int = 100) -> Batch:
+    """Prompts and responses of many lengths, one response empty, past every sliding window of the tiny models."""
+    generator = torch.Generator().manual_seed(3)
+
+    def draw(n: int) -> list[int]:
+        return torch.randint(3, vocabulary, (n,), generator=generator).tolist()
+
+    return Batch(
+        {
+            "prompt_ids": [draw(n) for n in (5, 3, 30, 12, 1)],
+            "response_ids": [draw(n) for n in (7, 2, 0, 20, 40)],
+        }
+    )
+
+
+def plain_log_probs(model: PreTrainedModel, batch: Batch, temperature: float = 1.0) -> Tensor:
+    """By the library's own eager attention, without packing or padding."""
+    parts = []
+    with torch.no_grad(), own_attention(model):
+        for prompt, response in zip(batch["prompt_ids"], batch["response_ids"], strict=True):
+            logits = model(torch.cat([prompt, response])[None], use_cache=False).logits[0].float() / temperature
+            predicted = logits[len(prompt) - 1 : len(prompt) + len(response) - 1].log_softmax(-1)
+            parts.append(predicted.gather(1, response[:, None])[:, 0])
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_log_probs_equal_a_plain_forward_of_each_sequence(family: str) -> None:
+    actor = ActorModel(tiny_model(family))
+    got = actor.compute(pack(rows()), ("log_probs",))["log_probs"]
+    torch.testing.assert_close(got, plain_log_probs(actor.model, rows()), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("granite", {"logits_scaling": 4.0}),
+        ("cohere", {}),
+        ("gpt2", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}),
+        ("phi", {}),  # a head with a bias
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}),
+    ],
+)
+def test_other_heads_and_scales(name: str, fields: dict[str, Any]) -> None:
+    actor = ActorModel(small(name, **fields))
+    got = actor.compute(pack(rows()), ("log_probs",))["log_probs"]
+    torch.testing.assert_close(got, plain_log_probs(actor.model, rows()), rtol=1e-5, atol=1e-5)
+
+
+def test_temperature_and_entropy() -> None:
+    actor = ActorModel(tiny_model(), temperature=0.7)
+    out = actor.compute(pack(rows()), ("log_probs", "entropy"))
+    torch.testing.assert_close(out["log_probs"], plain_log_probs(actor.model, rows(), 0.7), rtol=1e-5, atol=1e-5)
+    packed = pack(rows())
+    with own_attention(actor.model), torch.no_grad():
+        first = actor.model(packed.ids[None, :12]).logits[0, 4:11] / 0.7
+    entropy = torch.distributions.Categorical(logits=first).entropy()
+    torch.testing.assert_close(out["entropy"][:7], entropy, rtol=1e-5, atol=1e-5)
+
+
+def test_temperature_zero_counts_as_one() -> None:
+    actor = ActorModel(tiny_model(), temperature=0.0)
+    got = actor.compute(pack(rows()), ("log_probs",))["log_probs"]
+    torch.testing.assert_close(got, plain_log_probs(actor.model, rows()), rtol=1e-5, atol=1e-5)
+
+
+def test_softcap_and_scale_are_found() -> None:
+    assert lm_head_of(tiny_model("gemma2")).softcap == 30.0
+    assert lm_head_of(small("granite", logits_scaling=4.0)).scale == 0.25
+    assert lm_head_of(small("cohere", logit_scale=0.5)).scale == 0.5
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("gptj", {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4, "n_positions": 128}),  # attention of its own
+        ("mamba", {"state_size": 4}),  # no attention
+        ("gpt_oss", {"num_local_experts": 2, "num_experts_per_tok": 1, "head_dim": 8}),  # sinks, which we lack
+    ],
+)
+def test_architectures_that_cannot_be_packed_are_refused(name: str, fields: dict[str, Any]) -> None:
+    with pytest.raises(ModelError):
+        ActorModel(small(name, **fields))
+
+
+def test_a_model_that_does_not_pass_keywords_down_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model()
+    attention = type(model.model.layers[0].self_attn)
+    own = attention.forward
+
+    def deaf(self: Any, *args: Any, **kwargs: Any) -> Any:
+        kwargs.pop("podium_context", None)
+        return own(self, *args, **kwargs)
+
+    monkeypatch.setattr(attention, "forward", deaf)
+    with pytest.raises(ModelError, match="did not hand Podium's context"):
+        ActorModel(model)
+
+
+def test_a_head_that_differs_from_the_models_own_is_refused() -> None:
+    model = tiny_model()
+    model.config.logit_scale = 0.5  # Llama knows no such factor
+    with pytest.raises(ModelError, match="differ"):
+        ActorModel(model)
+
+
+def test_unknown_output_is_named() -> None:
+    with pytest.raises(ModelError, match="does not compute values"):
+        ActorModel(tiny_model()).compute(pack(rows()), ("values",))
+
+
+# ------------------------------------------------------------------ critic
+
+
+def test_critic_values_come_from_the_state_before_each_token() -> None:
+    critic = CriticModel.from_causal_lm(tiny_model())
+    values = critic.compute(pack(rows()), ("values",))["values"]
+    assert values.dtype == torch.float32
+    assert float(values.detach().abs().max()) < 0.2
+    prompt, response = rows()["prompt_ids"][0], rows()["response_ids"][0]
+    with own_attention(critic.base):
+        hidden = critic.base(torch.cat([prompt, response])[None]).last_hidden_state[0]
+    torch.testing.assert_close(values[:7], critic.head(hidden[4:11])[:, 0], rtol=1e-5, atol=1e-5)
+
+
+def test_critic_round_trip_and_start_from_a_language_model(tmp_path: Path) -> None:
+    tiny_model().save_pretrained(tmp_path / "lm")
+    critic = CriticModel.from_pretrained(tmp_path / "lm", dtype="float32")
+    critic.save_pretrained(tmp_path / "critic", tiny_tokenizer())
+    again = CriticModel.from_pretrained(tmp_path / "critic", dtype="float32")
+    want = critic.compute(pack(rows()), ("values",))["values"]
+    assert torch.equal(again.compute(pack(rows()), ("values",))["values"], want)
+
+
+def test_critic_head_stays_in_fp32_over_a_bf16_base() -> None:
+    critic = CriticModel.from_causal_lm(tiny_model(dtype=torch.bfloat16))
+    assert critic.head.weight.dtype == torch.float32
+    assert critic.compute(pack(rows()), ("values",))["values"].dtype == torch.float32
+
+
+# ------------------------------------------------------------------ reward model
+
+
+def test_reward_model_equals_plain_transformers_after_saving(tmp_path: Path) -> None:
+    reward = RewardModel.from_causal_lm(tiny_model())
+    assert torch.equal(base_of(reward.model).embed_tokens.weight, tiny_model().model.embed_tokens.weight)
+    scores = reward.compute(pack(rows()), ("scores",))["scores"]
+    assert scores.shape == (5,)
+    reward.save_pretrained(tmp_path / "rm", tiny_tokenizer())
+    plain = AutoModelForSequenceClassification.from_pretrained(tmp_path / "rm").eval()
+    pairs = zip(rows()["prompt_ids"], rows()["response_ids"], strict=True)
+    padded = torch.nn.utils.rnn.pad_sequence([torch.cat(p) for p in pairs], batch_first=True, padding_value=PAD_ID)
+    with torch.no_grad():
+        want = plain(padded, attention_mask=(padded != PAD_ID).long()).logits[:, 0]
+    torch.testing.assert_close(scores, want, rtol=1e-5, atol=1e-5)
+    again = RewardModel.from_pretrained(tmp_path / "rm", dtype="float32")
+    assert torch.equal(again.compute(pack(rows()), ("scores",))["scores"], scores)
+
+
+def test_reward_model_with_several_heads() -> None:
+    reward = RewardModel.from_causal_lm(tiny_model("qwen2"), heads=3)
+    assert reward.compute(pack(rows()), ("scores",))["scores"].shape == (5, 3)
+
+
+def test_reward_model_from_a_language_models_folder_needs_to_be_asked(tmp_path: Path) -> None:
+    tiny_model().save_pretrained(tmp_path / "lm")
+    with pytest.raises(ModelError, match=r"lacks the weights score\.weight"):
+        RewardModel.from_pretrained(tmp_path / "lm")
+    assert RewardModel.from_pretrained(tmp_path / "lm", heads=1).heads == 1
+
+
+def test_a_saved_head_is_kept_when_training_goes_on(tmp_path: Path) -> None:
+    reward = RewardModel.from_causal_lm(tiny_model())
+    reward.save_pretrained(tmp_path / "rm")
+    again = RewardModel.from_pretrained(tmp_path / "rm", heads=1, dtype="float32")
+    assert torch.equal(again.model.score.weight, reward.model.score.weight)
+
+
+def test_an_encoder_is_refused_as_a_reward_model() -> None:
+    config = AutoConfig.for_model("bert", **SMALL)
+    with pytest.raises(ModelError, match="no linear score head"):
+        RewardModel(AutoModelForSequenceClassification.from_config(config))
+
+
+def test_saved_actor_gives_equal_log_probs_in_plain_transformers(tmp_path: Path) -> None:
+    actor = ActorModel(tiny_model("qwen3"))
+    actor.save_pretrained(tmp_path / "actor", tiny_tokenizer())
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "actor").eval()
+    assert plain.config._attn_implementation == "sdpa"
+    ours = actor.compute(pack(rows()), ("log_probs",))["log_probs"]
+    ids = torch.cat([rows()["prompt_ids"][0], rows()["response_ids"][0]])
+    with torch.no_grad():
+        theirs = plain(ids[None]).logits[0, 4:11].log_softmax(-1).gather(1, ids[5:, None])[:, 0]
+    torch.testing.assert_close(ours[:7], theirs, rtol=1e-5, atol=1e-5)
+    assert AutoTokenizer.from_pretrained(tmp_path / "actor")("fox")["input_ids"] == tiny_tokenizer()("fox")["input_ids"]
