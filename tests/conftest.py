@@ -10,6 +10,6 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test reaches the network
 os.environ["WANDB_MODE"] = "offline"
 
-import torch  # noqa: E402
+import torch
 
 torch.set_num_threads(1)

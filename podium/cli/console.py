@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -75,22 +76,24 @@ def print_json(value: Any) -> None:
     print(json.dumps(value, ensure_ascii=False, default=str), flush=True)
 
 
-def print_table(
-    title: str, header: Sequence[str], rows: Iterable[Sequence[str]], *, fixed: int = 1, stream: Any = None
-) -> None:
+def print_table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]], *, fixed: int = 1) -> None:
     """A table on stdout. The first `fixed` columns keep their width, the others wrap."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    stream = stream or sys.stdout
-    width = None if stream.isatty() else WIDTH_WITHOUT_TERMINAL
     table = Table(title=title or None, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for i, name in enumerate(header):
         table.add_column(name, header_style="dim", no_wrap=i < fixed, overflow="fold")
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
-    Console(file=stream, width=width).print(table)
+    if sys.stdout.isatty():
+        Console().print(table)
+        return
+    console = Console(file=io.StringIO(), width=WIDTH_WITHOUT_TERMINAL)
+    with console.capture() as text:
+        console.print(table)
+    print("\n".join(line.rstrip() for line in text.get().splitlines()))
 
 
 def number(value: Any) -> str:
@@ -98,14 +101,23 @@ def number(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def print_change(before: Mapping[str, float] | None, after: Mapping[str, float] | None, *, title: str = "Held out") -> None:
-    """A before/after table of the evaluation's metrics; nothing when there was none."""
-    names = [n for n in {**(before or {}), **(after or {})} if not n.startswith("time/")]
-    if not names:
-        return
-    rows = []
-    for name in names:
-        old, new = (before or {}).get(name), (after or {}).get(name)
+def print_change(before: Mapping[str, float] | None, after: Mapping[str, float] | None) -> None:
+    """A before/after table of an evaluation's metrics; nothing when there was none."""
+    before, after = before or {}, after or {}
+    rows: list[tuple[str, ...]] = []
+    for name in dict.fromkeys((*before, *after)):
+        old, new = before.get(name), after.get(name)
+        if name.startswith("time/") or name in _BEHIND_THE_SCENES or (name.endswith("/skipped") and not old and not new):
+            continue
         change = f"{new - old:+.4g}" if old is not None and new is not None else ""
-        rows.append((name, "-" if old is None else number(old), "-" if new is None else number(new), change))
-    print_table(title, ("metric", "before", "after", "change"), rows)
+        rows.append((name.removeprefix("eval/"), *("-" if v is None else number(v) for v in (old, new)), change))
+    header: tuple[str, ...] = ("metric", "before", "after", "change")
+    if not before or not after:  # a resumed run measured its start earlier
+        rows = [(row[0], row[1] if before else row[2]) for row in rows]
+        header = ("metric", "before" if before else "after")
+    if rows:
+        print_table("Held out", header, rows)
+
+
+_BEHIND_THE_SCENES = ("eval/rollout/tokens", "eval/rollout/log_prob")
+"""Metrics that metrics.jsonl keeps and a summary leaves out."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -36,7 +37,9 @@ def _show_version(asked: bool) -> None:
 
 @app.callback()
 def root(
-    version: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show it, and exit.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show it, and exit.")
+    ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error. Works after a command too.")] = False,
 ) -> None:
     """Reinforcement-learning post-training of language models.
@@ -55,6 +58,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Runs a command and ends the process: status 0, 2 where the user can mend it, 130 after Ctrl-C (from typer)."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in given
+    if not sys.stderr.isatty():
+        # transformers' and the hub's own bars are noise in a log file.
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     try:
         app(args=[argument for argument in given if argument != "--debug"], prog_name="podium")
     except PodiumError as error:

@@ -30,7 +30,9 @@ def command(
     shown = [row for row in rows if filter.lower() in f"{row[0]} {row[3]}".lower()]
     if not shown:
         raise ConfigError(
-            f"no setting of {algorithm} matches '{filter}'", where="command line", remedy=did_you_mean(filter, [r[0] for r in rows])
+            f"no setting of {algorithm} matches '{filter}'",
+            where="command line",
+            remedy=did_you_mean(filter, [r[0] for r in rows]),
         )
     if as_json:
         for name, kind, default, meaning in shown:

@@ -1,11 +1,11 @@
 """A run's folder: resolved settings, metrics, sampled rollouts, checkpoints, the exported model.
 
-    runs/<name>/
-      settings.yaml              every setting, defaults written out
-      metrics.jsonl              one JSON object a step: step, time (Unix seconds), and the metrics
-      samples/step_000012.jsonl  some of that step's rollouts
-      checkpoints/  model/       all state at a step's border; the Hugging Face folder at the end
-      plot.png  summary.json     curves; what came out
+runs/<name>/
+  settings.yaml              every setting, defaults written out
+  metrics.jsonl              one JSON object a step: step, time (Unix seconds), and the metrics
+  samples/step_000012.jsonl  some of that step's rollouts
+  checkpoints/  model/       all state at a step's border; the Hugging Face folder at the end
+  plot.png  summary.json     curves; what came out
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ class Progress:
         if not self.enabled:
             return
         numbers = _numbers(metrics)
-        times = " ".join(f"{name} {_seconds(s)}" for name, s in (stage_seconds or {}).items())
+        times = _times(stage_seconds or {})
         if self._live is not None:
             self._below = "  ".join(part for part in (numbers, times) if part)
             self._bars.update(self._steps, completed=self.completed)
@@ -134,6 +134,12 @@ class Progress:
 
 def _numbers(metrics: Mapping[str, float]) -> str:
     return " ".join(f"{label} {_short(value)}" for label, value in headline(metrics))
+
+
+def _times(stage_seconds: Mapping[str, float]) -> str:
+    """The stages that take at least a fiftieth of the time, in their order."""
+    least = sum(stage_seconds.values()) / 50
+    return " ".join(f"{name} {_seconds(seconds)}" for name, seconds in stage_seconds.items() if seconds >= least)
 
 
 def _short(value: float) -> str:

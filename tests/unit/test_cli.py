@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -114,13 +115,19 @@ def test_argument_that_is_nothing(podium: Any) -> None:
 
 
 def test_error_has_no_traceback_unless_asked(tmp_path: Path) -> None:
-    plain = shell("train", "missing.yaml", cwd=tmp_path)
+    plain = shell("train", "--resume", cwd=tmp_path)
     assert plain.returncode == 2 and plain.stdout == ""
-    assert plain.stderr.startswith("error: ") and "no such file: missing.yaml" in plain.stderr
+    assert plain.stderr.startswith("error: --resume: there is no run in 'runs'\n  -> ")
     assert "Traceback" not in plain.stderr
-    debug = shell("train", "missing.yaml", "--debug", cwd=tmp_path)
+    debug = shell("train", "--resume", "--debug", cwd=tmp_path)
     assert debug.returncode == 1 and "Traceback" in debug.stderr and "ConfigError" in debug.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_missing_recipe(podium: Any) -> None:
+    ran = podium("train", "missing.yaml")
+    assert ran.code == 2 and ran.out == "" and "no such file: missing.yaml" in ran.err
+    assert list(Path().iterdir()) == []
 
 
 RECIPE = """
@@ -254,12 +261,18 @@ def test_chat_once(podium: Any, model_folder: str) -> None:
     assert podium("chat", model_folder, "--prompt", "1 + 2 =", *options).out == first.out
 
 
-def test_chat_from_a_pipe(model_folder: str) -> None:
+def test_chat_from_a_pipe(podium: Any, model_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n/help\n/reset\nhello\n/quit\nnever read\n"))
     options = ("--temperature", "0", "--max-new-tokens", "4", "--dtype", "float32", "--device", "cpu")
-    done = shell("chat", model_folder, *options, input="hello\n/help\n/reset\nhello\n/quit\nnever read\n")
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.split("\n")
-    assert "(forgotten)" in lines and lines[0] == lines[lines.index("(forgotten)") + 1]
+    ran = podium("chat", model_folder, *options)
+    first, forgotten, second = ran.out.partition("(forgotten)\n")
+    assert ran.code == 0 and forgotten and second.strip() and first.startswith(second)
+
+
+def test_chat_ends_with_its_input(podium: Any, model_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    ran = podium("chat", model_folder, "--device", "cpu")
+    assert ran.code == 0 and ran.out == ""
 
 
 def test_chat_forgets_the_oldest_turns(model_folder: str) -> None:

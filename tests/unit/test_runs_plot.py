@@ -35,7 +35,9 @@ def test_other_metrics_have_none() -> None:
 
 
 def test_png_is_written(tmp_path: Path) -> None:
-    rows = [{"step": i, "time": 1.0, "reward/mean": i / 9, "actor/ref_kl": None, "actor/entropy": float("nan")} for i in range(10)]
+    rows = [
+        {"step": i, "time": 1.0, "reward/mean": i / 9, "actor/ref_kl": None, "actor/entropy": float("nan")} for i in range(10)
+    ]
     path = plot_metrics(rows, tmp_path / "plot.png", title="a run")
     assert path is not None and path.read_bytes().startswith(b"\x89PNG")
 

@@ -26,9 +26,9 @@ def test_plain_lines_say_what_matters() -> None:
     out, clock = io.StringIO(), Clock()
     with Progress(100, "grpo", stream=out, clock=clock) as progress:
         clock.now = 2.0
-        progress.step(METRICS, {"rollout": 1.25, "reward": 0.01})
+        progress.step(METRICS, {"rollout": 1.25, "reward": 0.04, "kl": 0.001})
     assert out.getvalue() == (
-        "grpo step   1/100  reward 0.432 kl 0.00123 tok/s 1,234  rollout 1.2s reward 10ms  1.3s/step, 2:05 left\n"
+        "grpo step   1/100  reward 0.432 kl 0.00123 tok/s 1,234  rollout 1.2s reward 40ms  1.3s/step, 2:08 left\n"
     )
 
 
