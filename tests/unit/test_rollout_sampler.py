@@ -44,6 +44,32 @@ def test_among_equals_the_lower_id_stays() -> None:
     assert _truncate([0.25, 0.25, 0.25, 0.25], top_k=2) == [0.25, 0.25, 0.0, 0.0]
 
 
+def _by_sorting(weights: torch.Tensor, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
+    """The definition, on all tokens in order."""
+    ordered, index = torch.sort(weights.double(), descending=True, stable=True)
+    if top_k:
+        ordered[top_k:] = 0
+    before = ordered.cumsum(0) - ordered
+    keep = (before < top_p * ordered.sum()) if top_p < 1 else torch.ones_like(before, dtype=torch.bool)
+    keep &= ordered >= min_p * ordered[0]
+    return torch.zeros_like(ordered).scatter_(0, index, ordered * keep).float()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_truncation_equals_its_definition_with_ties_and_flat_tails(seed: int) -> None:
+    """Rows decided by the heaviest few and rows that need all tokens, in one batch."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(6, 1500, generator=generator) * torch.tensor([0.01, 0.5, 1.0, 3.0, 6.0, 6.0])[:, None]
+    weights = logits.to(torch.bfloat16).float().exp()  # bf16 makes many equal
+    top_k = torch.tensor([0, 7, 600, 0, 512, 1500])[torch.randperm(6, generator=generator)]
+    top_p = torch.tensor([1.0, 0.95, 0.5, 0.999, 1.0, 0.9])[torch.randperm(6, generator=generator)]
+    min_p = torch.tensor([0.0, 0.0, 0.01, 0.1, 0.0, 0.3])[torch.randperm(6, generator=generator)]
+    out = truncate(weights, top_k, top_p, min_p)
+    for row in range(6):
+        expected = _by_sorting(weights[row], int(top_k[row]), float(top_p[row]), float(min_p[row]))
+        assert torch.equal(out[row], expected)
+
+
 def _draw(logits: torch.Tensor, params: SamplingParams, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     rows = logits.expand(count, -1)
     return Sampler()(rows, list(range(count)), [3] * count, [params] * count)

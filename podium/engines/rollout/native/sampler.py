@@ -11,6 +11,7 @@ from torch import Tensor
 from podium.engines.base import SamplingParams
 
 _BLOCK = 256
+_CANDIDATES = 512
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -46,16 +47,39 @@ def truncate(weights: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Te
         top_k: `[R]` int64.
         top_p, min_p: `[R]` fp32.
     """
-    ordered, index = torch.sort(weights, stable=True, dim=-1, descending=True)
-    rank = torch.arange(weights.shape[-1], device=weights.device)
-    limit = torch.where(top_k > 0, top_k, weights.shape[-1])
-    ordered = ordered.masked_fill(rank >= limit[:, None], 0.0)
-    upto = ordered.cumsum(-1, dtype=torch.float64)
-    before = upto - ordered
-    keep = (before < top_p[:, None] * upto[:, -1:]) | (top_p[:, None] >= 1)
-    keep &= ordered >= min_p[:, None] * ordered[:, :1]
-    keep[:, 0] = True
-    return torch.zeros_like(weights).scatter_(-1, index, ordered * keep)
+    vocabulary = weights.shape[-1]
+    total = weights.sum(-1, dtype=torch.float64)
+    # The heaviest few nearly always decide; where they do not, all are sorted.
+    size = min(vocabulary, max(_CANDIDATES, int(top_k.max())))
+    heaviest = weights.topk(size, -1).values
+    kept = _count_kept(heaviest, total, top_k, top_p, min_p)
+    if size < vocabulary and bool(((kept == size) & (top_k != size)).any()):
+        heaviest = weights.sort(-1, descending=True).values
+        kept = _count_kept(heaviest, total, top_k, top_p, min_p)
+    return _heaviest(weights, heaviest, kept)
+
+
+def _count_kept(heaviest: Tensor, total: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """How many of a row's heaviest weights `[R, C]`, in falling order, stay (`[R]`); each rule keeps the first so many."""
+    limit = torch.where(top_k > 0, top_k, heaviest.shape[-1])[:, None]
+    within = torch.arange(heaviest.shape[-1], device=heaviest.device) < limit
+    upto = (heaviest * within).cumsum(-1, dtype=torch.float64)
+    whole = torch.where(top_k > 0, upto[:, -1], total)[:, None]
+    keep = within & ((upto - heaviest < top_p[:, None] * whole) | (top_p[:, None] >= 1))
+    keep &= heaviest >= min_p[:, None] * heaviest[:, :1]
+    return keep.sum(-1).clamp_(min=1)
+
+
+def _heaviest(weights: Tensor, heaviest: Tensor, kept: Tensor) -> Tensor:
+    """Each row's `kept` heaviest weights at their places, zeros elsewhere. Among equals, the lower ids."""
+    least = heaviest.gather(-1, kept[:, None] - 1)
+    equals = weights == least
+    keep = weights >= least
+    surplus = keep.sum(-1) - kept
+    if bool((surplus > 0).any()):
+        needed = equals.sum(-1) - surplus
+        keep &= ~equals | (equals.cumsum(-1) <= needed[:, None])
+    return weights * keep
 
 
 class Sampler:
@@ -89,7 +113,8 @@ class Sampler:
         device = logits.device
         greedy = torch.tensor([p.temperature == 0 for p in params], device=device)
         temperature = torch.tensor([p.temperature or 1.0 for p in params], device=device)
-        weights, top = self._weights(logits, temperature, any(p.temperature not in (0, 1) for p in params))
+        scale = any(p.temperature not in (0, 1) for p in params)
+        weights, top, likeliest = self._weights(logits, temperature, scale, bool(greedy.any()))
         blocks = weights.view(rows, -1, _BLOCK)
         sums = blocks.sum(-1).double()
         total = sums.sum(-1)
@@ -99,13 +124,15 @@ class Sampler:
             sums[cut] = blocks[cut].sum(-1).double()
         draws = torch.from_numpy(uniforms(seeds, positions)).to(device)
         picks = _invert(blocks, sums, draws).clamp_(max=vocabulary - 1)
-        if greedy.any():
-            picks = torch.where(greedy, logits.argmax(-1), picks)
+        if likeliest is not None:
+            picks = torch.where(greedy, likeliest, picks)
         chosen = logits.gather(-1, picks[:, None])[:, 0].float() / temperature
         return picks, (chosen.double() - top.double() - total.log()).float()
 
-    def _weights(self, logits: Tensor, temperature: Tensor, scale: bool) -> tuple[Tensor, Tensor]:
-        """exp(logits / temperature - their maximum) in the scratch buffer, zeros up to a whole block; the maximum `[B]`."""
+    def _weights(self, logits: Tensor, temperature: Tensor, scale: bool, greedy: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+        """exp(logits / temperature - their maximum) in the scratch buffer, zeros up to a whole block; the maximum and,
+        where greedy rows ask for it, its place, each `[B]`.
+        """
         rows, vocabulary = logits.shape
         width = -(-vocabulary // _BLOCK) * _BLOCK
         scratch = self._scratch
@@ -117,8 +144,9 @@ class Sampler:
         if scale:
             used.div_(temperature[:, None])
         top = used.amax(-1, keepdim=True)
+        likeliest = used.argmax(-1) if greedy else None
         used.sub_(top).exp_()
-        return weights, top[:, 0]
+        return weights, top[:, 0], likeliest
 
 
 def _truncated(weights: Tensor, params: list[SamplingParams]) -> Tensor:
