@@ -143,7 +143,7 @@ def plain(case: str) -> tuple[float, dict[str, Tensor]]:
     weights = token_weights(mask, loss.reduction, constant_length=loss.constant_length)
     total = per_entry[mask] @ weights[mask]
     total.backward()
-    return float(total), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return float(total.detach()), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
 def assert_same_gradients(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:

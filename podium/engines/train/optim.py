@@ -83,14 +83,16 @@ class MasterAdamW:
         if parameter.dtype == torch.float32:
             return parameter
         master = parameter.detach().float().requires_grad_()
+        # On a CPU fresh memory costs more than the sum that goes into it, so the buffer is kept from update to update.
+        kept = torch.empty_like(master, requires_grad=False) if master.device.type == "cpu" else None
 
         def collect(low: Tensor) -> None:
             # Called as soon as a backward pass has this parameter's gradient: the 16-bit one never outlives the pass.
             assert low.grad is not None
-            if master.grad is None:
-                master.grad = low.grad.float()
-            else:
+            if master.grad is not None:
                 master.grad += low.grad
+            else:
+                master.grad = low.grad.float() if kept is None else kept.copy_(low.grad)
             low.grad = None
 
         parameter.register_post_accumulate_grad_hook(collect)
