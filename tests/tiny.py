@@ -107,5 +107,7 @@ def tiny_model(
     config = AutoConfig.for_model(name, **{**_COMMON, "initializer_range": 0.2, **extra, **overrides})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+        # SDPA knows no soft cap: transformers ignores it there (before 5.20) or refuses.
+        attention = "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     return model.to(dtype).eval()

@@ -8,7 +8,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -180,7 +180,7 @@ def rng_state() -> dict[str, Any]:
 
     import numpy as np
 
-    name, keys, pos, has, cached = np.random.get_state()
+    name, keys, pos, has, cached = cast(tuple[str, Any, int, int, float], np.random.get_state())
     version, numbers, gauss = random.getstate()
     return {
         "torch": torch.get_rng_state(),

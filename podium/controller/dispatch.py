@@ -61,9 +61,7 @@ def _rows(args: tuple[Any, ...], kwargs: dict[str, Any], workers: int) -> list[C
         base, extra = divmod(len(value), workers)
         return value.split([base + (r < extra) for r in range(workers)])[rank]
 
-    return [
-        (tuple(share(a, r) for a in args), {k: share(v, r) for k, v in kwargs.items()}) for r in range(workers)
-    ]
+    return [(tuple(share(a, r) for a in args), {k: share(v, r) for k, v in kwargs.items()}) for r in range(workers)]
 
 
 def _first(results: list[Any]) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,7 @@ class Ragged:
 
     def to_list(self) -> list[list[Any]]:
         flat, cuts = self.values.tolist(), self.offsets.tolist()
-        return [flat[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
+        return [flat[a:b] for a, b in pairwise(cuts)]
 
     def __repr__(self) -> str:
         return f"Ragged(rows={len(self)}, tokens={len(self.values)}, dtype={self.values.dtype})"
@@ -146,9 +147,7 @@ class Batch:
         other = resolve(other)
         for name in set(self._columns) & set(other._columns):
             if not _equal(self._columns[name], other._columns[name]):
-                raise BatchError(
-                    f"both sides of the union carry a different '{name}'", remedy="use with_columns to replace it"
-                )
+                raise BatchError(f"both sides of the union carry a different '{name}'", remedy="use with_columns to replace it")
         return Batch({**self._columns, **other._columns})
 
     # ------------------------------------------------------------------ columns out

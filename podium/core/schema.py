@@ -87,7 +87,9 @@ column("returns", "token", F32, axis="response", unit="reward", meaning="value t
 column("advantages", "token", F32, axis="response", unit="reward", meaning="advantage of each token")
 column("token_rewards", "token", F32, axis="response", unit="reward", meaning="reward at each token, KL penalty included")
 column("step_rewards", "token", F32, axis="response", unit="reward", meaning="step-wise rewards placed at their tokens")
-column("loss_weights", "token", F32, axis="response", meaning="a token's share of the minibatch's loss; sums to 1 in token_mean")
+column(
+    "loss_weights", "token", F32, axis="response", meaning="a token's share of the minibatch's loss; sums to 1 in token_mean"
+)
 column("rewards", "sequence", F32, unit="reward", meaning="the reward of the whole response, all sources fused")
 column("reward.*", "sequence", F32, unit="reward", meaning="what one reward source gave, before its weight")
 column("scores", "sequence", F32, unit="reward", meaning="a reward model's score")

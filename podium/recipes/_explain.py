@@ -28,14 +28,19 @@ def explain(settings: RecipeSettings) -> list[tuple[str, str, str]]:
             (
                 "tokens per sequence",
                 f"at most {longest:,}",
-                f"data.max_prompt_tokens {settings.data.max_prompt_tokens} + rollout.max_new_tokens {settings.rollout.max_new_tokens}",
+                f"data.max_prompt_tokens {settings.data.max_prompt_tokens:,} + "
+                f"rollout.max_new_tokens {settings.rollout.max_new_tokens:,}",
             )
         )
         most = longest * batch.sequences_per_step
         rows.append(("tokens per step", f"at most {most:,}", f"{batch.sequences_per_step} sequences x {longest:,}"))
         waves = -(-batch.sequences_per_step // settings.rollout.max_concurrent)
         rows.append(
-            ("rollout waves", f"at least {waves}", f"{batch.sequences_per_step} sequences, {settings.rollout.max_concurrent} at once")
+            (
+                "rollout waves",
+                f"at least {waves}",
+                f"{batch.sequences_per_step} sequences, {settings.rollout.max_concurrent} at once",
+            )
         )
         micro = -(-(longest * per_update) // batch.microbatch_tokens)
         rows.append(
@@ -46,7 +51,11 @@ def explain(settings: RecipeSettings) -> list[tuple[str, str, str]]:
             )
         )
     rows += [
-        ("sequences per update", str(per_update), "batch.minibatch_sequences" if batch.minibatch_sequences else "all of the step"),
+        (
+            "sequences per update",
+            str(per_update),
+            "batch.minibatch_sequences" if batch.minibatch_sequences else "all of the step",
+        ),
         ("updates per step", str(batch.updates_per_step), f"{batch.sequences_per_step} / {per_update} x {batch.epochs} epochs"),
         ("updates in the run", f"{steps * batch.updates_per_step:,}", f"{steps} steps x {batch.updates_per_step}"),
         ("sequences in the run", f"{steps * batch.sequences_per_step:,}", f"{steps} steps x {batch.sequences_per_step}"),

@@ -37,7 +37,9 @@ def stages(settings: PPOSettings) -> list[Stage]:
     """Rollout, reward, and what PPO makes of them."""
     kl = settings.kl
     if kl.place == "loss" and kl.coef > 0:
-        raise ConfigError("PPO takes its KL term in the reward", where="kl.place", remedy="set kl.place=reward, or algorithm: grpo")
+        raise ConfigError(
+            "PPO takes its KL term in the reward", where="kl.place", remedy="set kl.place=reward, or algorithm: grpo"
+        )
     return [
         rollout_stage(settings),
         reward_stage(settings),
@@ -57,6 +59,7 @@ def stages(settings: PPOSettings) -> list[Stage]:
             one_update=settings.batch.updates_per_step == 1,
             critic_warmup_steps=settings.critic_warmup_steps,
             loss_reduction=settings.loss_reduction,
+            constant_length=settings.rollout.max_new_tokens,
             whiten_advantages=settings.whiten_advantages,
         ),
     ]

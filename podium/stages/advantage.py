@@ -18,13 +18,13 @@ class TokenRewardStage(Stage):
     """
 
     name = "token_rewards"
-    reads = ("rewards", "response_mask")
     writes = ("token_rewards",)
 
     def __init__(self, controller: kl.KLController | None = None, *, estimator: str = "k1", stepwise: bool = False) -> None:
         self.controller, self.estimator = controller, estimator
+        self.reads: tuple[str, ...] = ("rewards", "response_mask")
         if controller is not None:
-            self.reads = (*self.reads, "ref_log_probs", "rollout_log_probs")
+            self.reads += ("ref_log_probs", "rollout_log_probs")
         self.optional_reads = ("step_rewards",) if stepwise else ()
         self.stepwise = stepwise
 

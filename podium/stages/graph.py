@@ -120,6 +120,11 @@ class StageGraph:
 def describe(graph: StageGraph) -> Sequence[tuple[str, str, str, str]]:
     """(stage, roles, reads, writes) in the order in which they run: what `podium explain` prints."""
     return [
-        (s.label, ", ".join(s.roles) or "-", ", ".join(s.reads) or "-", ", ".join(s.writes) or (f"{s.updates} weights" if s.updates else "-"))
+        (
+            s.label,
+            ", ".join(s.roles) or "-",
+            ", ".join(s.reads) or "-",
+            ", ".join(s.writes) or (f"{s.updates} weights" if s.updates else "-"),
+        )
         for s in graph.order
     ]

@@ -30,7 +30,7 @@ class PPOStage(Stage):
         one_update: the step makes one optimizer update: old log-probs are those of the update itself, and the pass
             that computes them is left out.
         critic_warmup_steps: steps at the start in which only the critic learns.
-        loss_reduction: how token losses become one number (`algorithms.reduce`).
+        loss_reduction: how token losses become one number (`algorithms.reduce`); "constant" needs `constant_length`.
     """
 
     name = "ppo"
@@ -54,6 +54,7 @@ class PPOStage(Stage):
         one_update: bool = False,
         critic_warmup_steps: int = 0,
         loss_reduction: str = "token_mean",
+        constant_length: int | None = None,
         whiten_advantages: bool = True,
     ) -> None:
         self.controller = None
@@ -69,6 +70,7 @@ class PPOStage(Stage):
             entropy_coef=entropy_coef,
             one_update=one_update,
             reduction=loss_reduction,
+            constant_length=constant_length if loss_reduction == "constant" else None,
         )
         self.value_loss = value_loss(clip=value_clip)
 
@@ -119,21 +121,23 @@ class GRPOStage(Stage):
         **estimator_settings: Any,
     ) -> None:
         if kl_controller == "adaptive" and kl_coef <= 0:
-            raise ConfigError("the adaptive controller starts from kl_coef, which is 0", where="kl.coef", remedy="set kl.coef=0.05")
+            raise ConfigError(
+                "the adaptive controller starts from kl_coef, which is 0", where="kl.coef", remedy="set kl.coef=0.05"
+            )
         self.controller = None
         if kl_coef > 0 and kl_controller != "none":
             self.controller = KLController(kl_controller, kl_coef=kl_coef, target=kl_target, horizon=kl_horizon)
         self.estimator, self.estimator_settings, self.one_update = estimator, estimator_settings, one_update
-        self.loss_settings: dict[str, Any] = dict(
-            clip_low=clip_low,
-            clip_high=clip_high,
-            dual_clip=dual_clip,
-            entropy_coef=entropy_coef,
-            kl_estimator=kl_estimator,
-            one_update=one_update,
-            reduction=loss_reduction,
-            constant_length=constant_length if loss_reduction == "constant" else None,
-        )
+        self.loss_settings: dict[str, Any] = {
+            "clip_low": clip_low,
+            "clip_high": clip_high,
+            "dual_clip": dual_clip,
+            "entropy_coef": entropy_coef,
+            "kl_estimator": kl_estimator,
+            "one_update": one_update,
+            "reduction": loss_reduction,
+            "constant_length": constant_length if loss_reduction == "constant" else None,
+        }
 
     def policy_loss(self) -> Loss:
         """The loss at the controller's present coefficient."""

@@ -70,7 +70,6 @@ class RewardStage(Stage):
         return fused
 
 
-
 def _scorer(role: Any) -> Callable[[Batch], Any]:
     """A reward role's handle as a function from a batch to its column `scores`."""
     return lambda batch: role.score(batch.select("prompt_ids", "response_ids"), name="scores")

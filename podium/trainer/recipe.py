@@ -74,9 +74,9 @@ def read_settings(
     values: Mapping[str, Any] | str | None, overrides: Iterable[str] = (), where: str = "settings"
 ) -> RecipeSettings:
     """Settings from a YAML file's path or plain values, with dotted overrides, in the class of their algorithm."""
-    if isinstance(values, str):
-        values, where = load_yaml(values), values
-    merged = apply_overrides(values or {}, overrides)
+    plain = load_yaml(values) if isinstance(values, str) else values or {}
+    where = values if isinstance(values, str) else where
+    merged = apply_overrides(plain, overrides)
     if not merged.get("algorithm"):
         raise ConfigError("'algorithm' must be set", where=where, remedy="one of: " + ", ".join(known_recipes()))
     return parse(find_recipe(str(merged["algorithm"]).lower()).settings, merged, where)

@@ -172,9 +172,7 @@ class Roles:
 
     def _load_tokenizer(self) -> Any:
         model = self.settings.model
-        return load_tokenizer(
-            self._actor_path(), chat_template=model.chat_template, trust_remote_code=model.trust_remote_code
-        )
+        return load_tokenizer(self._actor_path(), chat_template=model.chat_template, trust_remote_code=model.trust_remote_code)
 
     def _rollout(self) -> RolloutSettings:
         return self.settings.rollout if isinstance(self.settings, OnlineSettings) else RolloutSettings()

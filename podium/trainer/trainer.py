@@ -98,7 +98,9 @@ class Trainer:
         self.kind: DataKind = recipe.data if recipe else _data_kind(self.stages)
         self.graph = StageGraph(self.stages, SOURCES[self.kind])
         if evaluation is None:
-            evaluation = recipe.evaluation(self.settings) if recipe else evaluation_stages(self.graph.stages, self.settings.evaluation)
+            evaluation = (
+                recipe.evaluation(self.settings) if recipe else evaluation_stages(self.graph.stages, self.settings.evaluation)
+            )
         self.evaluation = StageGraph(evaluation, SOURCES[self.kind])
         self.pool = resource_pool if isinstance(resource_pool, ResourcePool) else ResourcePool(resource_pool or {})
         self._check(model_names)
@@ -183,8 +185,8 @@ class Trainer:
         graphs = [self.graph, self.evaluation] if self._held_out is not None else [self.graph]
         generates = any("rollout_log_probs" in stage.writes for g in graphs for stage in g.stages)
         self.roles = roles.build(RoleNeeds.of(graphs), generates=generates)
-        for stage, column in self.graph.missing_optional():
-            note(f"no stage writes '{column}': '{stage}' goes without it")
+        for label, column in self.graph.missing_optional():
+            note(f"no stage writes '{column}': '{label}' goes without it")
         return self
 
     def evaluate(self) -> dict[str, float]:
@@ -229,7 +231,9 @@ class Trainer:
             unused = sorted(named - set(self.graph.roles))
             if unused:
                 raise ConfigError(
-                    f"no stage calls the roles {unused}", where="model_names", remedy="roles here: " + ", ".join(self.graph.roles)
+                    f"no stage calls the roles {unused}",
+                    where="model_names",
+                    remedy="roles here: " + ", ".join(self.graph.roles),
                 )
         if isinstance(self.settings, OnlineSettings) and "actor" in self.graph.roles:
             ROLLOUT_ENGINES.get(self.settings.rollout.engine)()
@@ -382,7 +386,9 @@ def _data_kind(stages: Sequence[Stage]) -> DataKind:
 def _device(name: str) -> str:
     if name != "auto":
         if name.startswith("cuda") and not torch.cuda.is_available():
-            raise ConfigError(f"device '{name}' was asked for, but torch sees no GPU", where="run.device", remedy="run.device=auto")
+            raise ConfigError(
+                f"device '{name}' was asked for, but torch sees no GPU", where="run.device", remedy="run.device=auto"
+            )
         return name
     return "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -41,7 +41,7 @@ class RewardWorker(TrainedRole):
         for column in ("prompt_ids", "response_ids"):
             texts = self.policy_tokenizer.batch_decode(batch[column].to_list(), skip_special_tokens=True)
             rows = [self.tokenizer(t, add_special_tokens=False)["input_ids"] for t in texts]
-            ids[column] = [r + [self.tokenizer.eos_token_id] for r in rows] if column == "response_ids" else rows
+            ids[column] = [[*r, self.tokenizer.eos_token_id] for r in rows] if column == "response_ids" else rows
         bos = self.tokenizer.bos_token_id
         ids["prompt_ids"] = [([bos] if bos is not None else []) + r for r in ids["prompt_ids"]]
         return Batch(ids)

@@ -77,7 +77,9 @@ def test_a_resumed_run_gives_the_same_numbers(algorithm, model_folder, tmp_path)
     resumed = trainer(algorithm, model_folder, tmp_path, "run.name=part", "run.steps=3")
     result = resumed.train(resume=True)
     # Evaluations stand where the runs were told to make them: compare what each step of training computed.
-    both = [[{k: v for k, v in row.items() if not k.startswith("eval/")} for row in numbers(r.run_folder)] for r in (whole, result)]
+    both = [
+        [{k: v for k, v in row.items() if not k.startswith("eval/")} for row in numbers(r.run_folder)] for r in (whole, result)
+    ]
     assert both[0] == both[1]
     assert whole.evaluation_after.items() >= {k: v for k, v in result.evaluation_after.items() if k.startswith("eval/")}.items()
 

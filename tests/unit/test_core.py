@@ -49,7 +49,11 @@ def test_rows_repeat_split_concatenate():
 def test_save_and_load(tmp_path):
     batch().save(tmp_path)
     back = Batch.load(tmp_path)
-    assert back.names == batch().names and back["response_ids"].to_list() == [[7], [], [8, 9]] and back["prompt"] == ["a", "b", "c"]
+    assert (
+        back.names == batch().names
+        and back["response_ids"].to_list() == [[7], [], [8, 9]]
+        and back["prompt"] == ["a", "b", "c"]
+    )
 
 
 def test_union_refuses_a_different_column_but_not_an_equal_one():
@@ -75,7 +79,7 @@ def test_columns_that_do_not_fit(columns, message):
 
 
 def test_a_missing_column_lists_those_there():
-    with pytest.raises(BatchError, match="no column 'values'[\\s\\S]*prompt_ids"):
+    with pytest.raises(BatchError, match=r"no column 'values'[\s\S]*prompt_ids"):
         batch()["values"]
 
 
@@ -112,7 +116,7 @@ def test_wrong_type_names_key_and_value():
 
 
 def test_batch_sizes_that_do_not_divide_name_what_would():
-    with pytest.raises(ConfigError, match="minibatch_sequences=10 does not divide the step's 32 sequences .* 8 would"):
+    with pytest.raises(ConfigError, match=r"minibatch_sequences=10 does not divide the step's 32 sequences .* 8 would"):
         parse(OnlineSettings, {"algorithm": "x", "batch": {"prompts_per_step": 4, "group_size": 8, "minibatch_sequences": 10}})
     assert BatchSettings(prompts_per_step=4, group_size=8, minibatch_sequences=8, epochs=2).updates_per_step == 8
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from podium.controller.future import Future
@@ -27,5 +28,9 @@ class LocalExecutor:
             except Exception as error:
                 error.add_note(f"in role '{role}', rank {rank}, method '{method}'")
                 raise
-            futures.append(Future(lambda value=result: value))
+            futures.append(Future(partial(_same, result)))
         return futures
+
+
+def _same(value: Any) -> Any:
+    return value
