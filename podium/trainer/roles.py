@@ -129,8 +129,10 @@ class Roles:
         elif given is not None:
             model = RewardModel.from_pretrained(given, **self._loading())
             tokenizer = tokenizer if loss is not None else load_tokenizer(given)
+        elif loss is not None and self._actor_is_path():
+            model = RewardModel.from_pretrained(self._actor_path(), heads=1, **self._loading())
         elif loss is not None:
-            model = RewardModel.from_causal_lm(self._causal_lm("actor", self.settings.model.path))
+            model = RewardModel.from_causal_lm(_unwrap(self.given["actor"]))
         else:
             raise ConfigError(f"the role '{role}' has no model", where="model.reward_path", remedy="set model.reward_path")
         engine = self._engine(model.to(self.device), loss)

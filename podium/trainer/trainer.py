@@ -123,13 +123,14 @@ class Trainer:
 
         Ctrl-C stops at a border where state is whole, saves a checkpoint, and returns with `interrupted` set.
         """
-        run = self._open_run(resume)
-        store = CheckpointStore(run.checkpoints, self.settings.checkpoint.keep)
+        old = self._find_run(resume) if resume else None
         total = self.settings.run.steps
         with Progress(total, self.settings.algorithm, enabled=self.settings.run.progress) as progress:
-            store.note = progress.note
             self.prepare(progress.note)
-            if resume:
+            # The folder is made only now: what could not be loaded leaves nothing behind.
+            run = old or self._new_run()
+            store = CheckpointStore(run.checkpoints, self.settings.checkpoint.keep, progress.note)
+            if old:
                 self._restore(store, run, progress)
             else:
                 run.write_settings(dump_yaml(self.settings))
@@ -185,6 +186,8 @@ class Trainer:
         graphs = [self.graph, self.evaluation] if self._held_out is not None else [self.graph]
         generates = any("rollout_log_probs" in stage.writes for g in graphs for stage in g.stages)
         self.roles = roles.build(RoleNeeds.of(graphs), generates=generates)
+        if generates:
+            _check_longest(self.roles["actor"], [b for b in (data.train, data.held_out) if b is not None])
         for label, column in self.graph.missing_optional():
             note(f"no stage writes '{column}': '{label}' goes without it")
         return self
@@ -238,11 +241,13 @@ class Trainer:
         if isinstance(self.settings, OnlineSettings) and "actor" in self.graph.roles:
             ROLLOUT_ENGINES.get(self.settings.rollout.engine)()
 
-    def _open_run(self, resume: bool | str | Path) -> RunFolder:
+    def _new_run(self) -> RunFolder:
         settings = self.settings.run
-        if not resume:
-            name = settings.name or f"{self.settings.algorithm}-{time.strftime('%Y%m%d-%H%M%S')}"
-            return RunFolder.create(settings.folder, name)
+        name = settings.name or f"{self.settings.algorithm}-{time.strftime('%Y%m%d-%H%M%S')}"
+        return RunFolder.create(settings.folder, name)
+
+    def _find_run(self, resume: bool | str | Path) -> RunFolder:
+        settings = self.settings.run
         if resume is True:
             found = latest_run(settings.folder, settings.name or self.settings.algorithm)
             if found is None:
@@ -381,6 +386,12 @@ def _data_kind(stages: Sequence[Stage]) -> DataKind:
     if any("response_ids" in part.writes for part in parts):
         return "prompts"
     return "preferences" if any("chosen" in part.reads for part in parts) else "supervised"
+
+
+def _check_longest(actor: RoleHandle, batches: Sequence[Batch]) -> None:
+    """The longest prompt is tried before the first step: what cannot fit fails now, not an hour later."""
+    longest = max((batch["prompt_ids"] for batch in batches), key=lambda prompts: prompts.max_length)
+    actor.check_prompt(longest[int(longest.lengths.argmax())].tolist())
 
 
 def _device(name: str) -> str:

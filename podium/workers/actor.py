@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from podium.controller.dispatch import dispatch
 from podium.core.batch import Batch
 from podium.core.metrics import Metrics
 from podium.core.seeding import derive_seed
-from podium.engines.base import RolloutEngine, SamplingParams, TrainEngine
+from podium.engines.base import Request, RolloutEngine, SamplingParams, TrainEngine
 from podium.engines.rollout.generate import generate
 from podium.workers.base import TrainedRole
 
@@ -79,6 +79,12 @@ class ActorWorker(TrainedRole):
         out = generate(self.rollout, batch, sampling, on_progress=on_progress)
         text = self.tokenizer.batch_decode(out["response_ids"].to_list(), skip_special_tokens=True)
         return out.with_columns({"response": text})
+
+    @dispatch("broadcast")
+    def check_prompt(self, prompt_ids: Sequence[int]) -> None:
+        """Raises RolloutError where no response to this prompt could be generated (too long for the model or the cache)."""
+        if self.rollout is not None:
+            self.rollout.abort(self.rollout.submit(Request(tuple(prompt_ids), self.sampling)))
 
     @dispatch("rows")
     def compute_log_probs(self, batch: Batch, name: str = "old_log_probs") -> Batch:
