@@ -23,7 +23,7 @@ from podium.core.settings import OptimizerSettings
 from podium.engines.train import SingleDeviceEngine
 from podium.models.heads import ActorModel, CriticModel, RewardModel
 from podium.models.lm_head import base_of, own_attention
-from tests.tiny import tiny_model
+from tests.tiny import FAMILIES, tiny_model
 
 TEMPERATURE = 0.8
 PROMPTS = [3, 9, 1, 20, 6, 14, 2, 5]
@@ -55,6 +55,19 @@ def rows() -> Batch:
             "chosen": [True, False, True, True, False, True, False, False],
         }
     )
+
+
+GROUPS = [0, 1, 0, 2, 0, 3, 1, 2]
+"""Which prompt each row of `shared_rows` has: mixed up, with a group of one, and an empty response in a group of two."""
+
+
+def shared_rows() -> Batch:
+    """The same rows, but groups of them share prompts."""
+    prompts = rows()["prompt_ids"]
+    return rows().with_columns({"prompt_ids": [prompts[group] for group in GROUPS]})
+
+
+BATCHES: dict[str, Callable[[], Batch]] = {"distinct prompts": rows, "shared prompts": shared_rows}
 
 
 def actor() -> nn.Module:
@@ -99,10 +112,10 @@ class Captured(SingleDeviceEngine):
         self._optimizer.step = step  # type: ignore[method-assign]
 
 
-def run(case: str, budget: int) -> tuple[Metrics, dict[str, Tensor]]:
+def run(case: str, budget: int, made: Callable[[], Batch] = rows) -> tuple[Metrics, dict[str, Tensor]]:
     make, loss = CASES[case]
     engine = Captured(make(), budget)
-    return engine.update(rows(), loss), engine.gradients
+    return engine.update(made(), loss), engine.gradients
 
 
 # ------------------------------------------------------------------ the plain reference: padded, the library's own attention
@@ -134,9 +147,9 @@ def plain_outputs(model: Any, batch: Batch) -> dict[str, Tensor]:
     }
 
 
-def plain(case: str) -> tuple[float, dict[str, Tensor]]:
+def plain(case: str, batch: Batch) -> tuple[float, dict[str, Tensor]]:
     make, loss = CASES[case]
-    model, batch = make(), rows()
+    model = make()
     columns = {name: batch.padded(name) for name in loss.columns}
     mask = batch.padded(loss.mask)
     per_entry, _ = loss.function(plain_outputs(model, batch), columns)
@@ -152,24 +165,63 @@ def assert_same_gradients(got: dict[str, Tensor], want: dict[str, Tensor]) -> No
         assert float((got[name] - want[name]).norm()) <= 1e-5 * float(want[name].norm()) + 1e-9, name
 
 
+@pytest.mark.parametrize("kind", BATCHES)
 @pytest.mark.parametrize("case", CASES)
-def test_equals_a_plain_padded_forward(case: str) -> None:
-    metrics, gradients = run(case, budget=10**6)
-    loss, want = plain(case)
+def test_equals_a_plain_padded_forward(case: str, kind: str) -> None:
+    metrics, gradients = run(case, 10**6, BATCHES[kind])
+    loss, want = plain(case, BATCHES[kind]())
     assert metrics.mean("loss") == pytest.approx(loss, rel=1e-5)
     assert_same_gradients(gradients, want)
 
 
+@pytest.mark.parametrize("kind", BATCHES)
 @pytest.mark.parametrize("case", CASES)
-def test_any_micro_batch_budget_gives_the_same(case: str) -> None:
-    whole, want = run(case, budget=10**6)
-    for budget in (1, 40, 77):
-        metrics, got = run(case, budget)
+def test_any_micro_batch_budget_gives_the_same(case: str, kind: str) -> None:
+    whole, want = run(case, 10**6, BATCHES[kind])
+    for budget in (1, 40, 77):  # at 1 no two rows go together, so nothing is shared
+        metrics, got = run(case, budget, BATCHES[kind])
         assert_same_gradients(got, want)
         for name, (total, count) in whole.items():
             mine = dict(metrics.items())[name]
             assert mine[1] == count, name
             assert mine[0] == pytest.approx(total, rel=1e-5, abs=1e-6), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sharing_a_prompt_changes_nothing_in_any_family(family: str) -> None:
+    """Sliding windows that end within the prompt, soft-capped scores, norms of queries and keys."""
+    batch, results = long_shared_rows(), []
+    for budget in (10**6, 1):
+        engine = Captured(ActorModel(tiny_model(family)), budget)
+        metrics = engine.update(batch, supervised_loss())
+        results.append((metrics, engine.gradients))
+    assert results[0][0].mean("loss") == pytest.approx(results[1][0].mean("loss"), rel=1e-5)
+    assert results[0][0].mean("tokens") == float(batch.lengths("prompt").sum() + batch.lengths("response").sum())
+    assert_same_gradients(results[0][1], results[1][1])
+
+
+def long_shared_rows() -> Batch:
+    """Prompts of 30, 12, 47 and 5 tokens with 3, 2, 1 and 2 responses of 1 to 40 tokens."""
+    generator = torch.Generator().manual_seed(7)
+    prompts = [torch.randint(3, 500, (n,), generator=generator) for n in (30, 12, 47, 5)]
+    responses = [torch.randint(3, 500, (n,), generator=generator) for n in (20, 9, 33, 1, 40, 11, 0, 18)]
+    owners = [0, 1, 0, 1, 0, 2, 3, 3]
+    return Batch(
+        {
+            "prompt_ids": [prompts[owner] for owner in owners],
+            "response_ids": responses,
+            "loss_mask": [torch.ones(len(r), dtype=torch.bool) for r in responses],
+        }
+    )
+
+
+def test_a_shared_prompt_runs_once() -> None:
+    seen: list[int] = []
+    engine = SingleDeviceEngine(actor(), microbatch_tokens=10**6)
+    inner = base_of(engine.model.model)
+    inner.register_forward_pre_hook(lambda _, args, kwargs: seen.append(kwargs["input_ids"].numel()), with_kwargs=True)
+    engine.compute(shared_rows(), ("log_probs",))
+    assert seen == [sum(PROMPTS[:4]) + sum(RESPONSES)]
 
 
 @pytest.mark.parametrize("case", ["policy", "value"])
@@ -182,27 +234,30 @@ def test_rows_in_another_order_give_the_same(case: str) -> None:
     assert_same_gradients(first.gradients, second.gradients)
 
 
-def test_compute_gives_rows_back_in_their_order() -> None:
+@pytest.mark.parametrize("kind", BATCHES)
+def test_compute_gives_rows_back_in_their_order(kind: str) -> None:
+    made = BATCHES[kind]
     engine = SingleDeviceEngine(actor(), microbatch_tokens=10**6)
-    whole = engine.compute(rows(), ("log_probs", "entropy"))
+    whole = engine.compute(made(), ("log_probs", "entropy"))
     engine.microbatch_tokens = 25
-    parts = engine.compute(rows(), ("log_probs", "entropy"))
-    want = plain_outputs(engine.model, rows())
-    valid = rows().mask("response")
+    parts = engine.compute(made(), ("log_probs", "entropy"))
+    want = plain_outputs(engine.model, made())
+    valid = made().mask("response")
     for name in ("log_probs", "entropy"):
         assert parts[name].lengths.tolist() == RESPONSES
         torch.testing.assert_close(parts[name].values, whole[name].values, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(parts[name].values, want[name][valid], rtol=1e-5, atol=1e-5)
     scorer = SingleDeviceEngine(reward(), microbatch_tokens=25)
     torch.testing.assert_close(
-        scorer.compute(rows(), ("scores",))["scores"], plain_outputs(scorer.model, rows())["scores"], rtol=1e-5, atol=1e-5
+        scorer.compute(made(), ("scores",))["scores"], plain_outputs(scorer.model, made())["scores"], rtol=1e-5, atol=1e-5
     )
 
 
-def test_log_probs_of_compute_are_those_of_the_update() -> None:
+@pytest.mark.parametrize("kind", BATCHES)
+def test_log_probs_of_compute_are_those_of_the_update(kind: str) -> None:
     """At the start of an update the ratio is 1 for every token: bit for bit the same forward, cut the same way."""
     engine = SingleDeviceEngine(actor(), optimizer=OptimizerSettings(lr=1e-3), microbatch_tokens=40)
-    old = engine.compute(rows(), ("log_probs",))["log_probs"]
-    metrics = engine.update(rows().with_columns({"old_log_probs": old}), policy_loss())
+    old = engine.compute(BATCHES[kind](), ("log_probs",))["log_probs"]
+    metrics = engine.update(BATCHES[kind]().with_columns({"old_log_probs": old}), policy_loss())
     assert metrics.mean("ratio") == 1.0
     assert metrics.mean("approx_kl") == 0.0

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -175,3 +178,48 @@ def test_the_kl_controller_is_switched_at_a_border(folders, config):
     trainer = podium.Trainer(config={**values, "kl": {"coef": 0.1}})
     trainer.set_kl_controller("adaptive", target=0.1)
     assert trainer.train().metrics["kl/coef"] != 0.1
+
+
+def readme_programs():
+    """The README's python blocks, by what they contain."""
+    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    return re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+
+
+def readme_program(part):
+    found = [block for block in readme_programs() if part in block]
+    assert len(found) == 1, f"README has {len(found)} programs with {part}"
+    return found[0]
+
+
+def test_the_readme_s_reward_and_one_call(folders, config, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my-model").symlink_to(folders / "model")
+    rows = (folders / "rows.jsonl").read_text().splitlines()
+    (tmp_path / "problems.jsonl").write_text("\n".join(rows * 2) + "\n")
+    names: dict = {}
+    exec(readme_program("def correct("), names)
+    quick = {"batch": config["batch"], "rollout": config["rollout"], "run": {**config["run"], "steps": 1}}
+    monkeypatch.setattr(podium, "train", functools.partial(podium.train, **quick))
+    exec(readme_program("podium.train("), names)
+    assert list(tmp_path.glob("*/model/config.json"))
+
+
+def test_the_readme_s_stages(folders, config):
+    reward_models = [podium.load_reward_model(str(folders / "reward")) for _ in range(3)]
+    names = dict(zip(("helpful", "honest", "harmless"), reward_models, strict=True))
+    names |= {"actor": tiny_model(), "tokenizer": tiny_tokenizer(), "config": config}
+    program = readme_program("PPOStage(").replace("max_length=8192", "max_length=8")  # the tiny model ends at 256
+    exec(program, names)
+
+
+def test_the_readme_s_loop(ppo_yaml):
+    from podium import Trainer, estimate_advantages
+
+    values = {**yaml.safe_load(ppo_yaml.read_text()), "kl": {"coef": 0.05}}
+    trainer = Trainer(config=values).prepare()
+    roles = {"actor": "actor", "critic": "critic", "ref": "reference", "reward_model": "reward"}
+    names = {name: trainer.roles[role] for name, role in roles.items()}
+    loader = itertools.islice(trainer.loader, 2)
+    exec(readme_program("for prompts in loader"), {**names, "loader": loader, "estimate_advantages": estimate_advantages})
+    assert trainer.roles["actor"].workers[0].engine.policy_version == 2

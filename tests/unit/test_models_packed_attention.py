@@ -60,6 +60,37 @@ def test_equals_a_loop_over_the_sequences(case: str, window: int | None, softcap
         torch.testing.assert_close(mine.grad, other.grad, rtol=1e-4, atol=1e-5)
 
 
+# Runs of a row, and the run that each goes on from.
+SHARED = {
+    "groups": ([9, 4, 4, 20, 11, 9, 30, 6], [-1, 0, 0, -1, 3, 3, -1, -1]),
+    "one prompt": ([17, 5, 1, 40, 9], [-1, 0, 0, 0, 0]),
+    "prompts of many lengths": ([3, 8, 8, 40, 8, 8, 19, 7, 9], [-1, 0, 0, -1, 3, 3, -1, 6, 6]),
+}
+
+
+@pytest.mark.parametrize("window", [None, 6, 1])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("case", SHARED)
+def test_runs_after_a_shared_prompt_equal_whole_sequences(case: str, window: int | None, softcap: float | None) -> None:
+    lengths, parents = SHARED[case]
+    starts = [sum(lengths[:run]) for run in range(len(lengths))]
+    ours, theirs = inputs(sum(lengths)), inputs(sum(lengths))
+    context = PackedAttention(torch.tensor(lengths), torch.tensor(parents))
+    got = context.attend(nn.Module(), *ours, scaling=0.3, sliding_window=window, softcap=softcap)
+    want = torch.empty(sum(lengths), HEADS, WIDTH)
+    for run, parent in enumerate(parents):
+        own = torch.arange(starts[run], starts[run] + lengths[run])
+        before = torch.arange(starts[parent], starts[parent] + lengths[parent]) if parent >= 0 else own[:0]
+        whole = [x[:, :, torch.cat([before, own])] for x in theirs]
+        want[own] = naive(*whole, [len(before) + len(own)], 0.3, window, softcap)[0, len(before) :]
+    torch.testing.assert_close(got[0], want, rtol=1e-5, atol=1e-6)
+    upstream = torch.randn(want.shape, generator=torch.Generator().manual_seed(1))
+    (got[0] * upstream).sum().backward()
+    (want * upstream).sum().backward()
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine.grad, other.grad, rtol=1e-4, atol=1e-5)
+
+
 def test_buckets_waste_less_than_half_and_cover_every_token_once() -> None:
     lengths = torch.randint(1, 400, (200,), generator=torch.Generator().manual_seed(0))
     buckets = make_buckets(lengths)

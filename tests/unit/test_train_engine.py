@@ -18,6 +18,7 @@ from podium.engines.train import TRAIN_ENGINES, SingleDeviceEngine
 from podium.engines.train.microbatch import plan
 from podium.engines.train.optim import MasterAdamW, lr_at
 from podium.models.heads import ActorModel, CriticModel, RewardModel
+from podium.models.packed import Prompts
 from tests.tiny import tiny_model
 
 # ------------------------------------------------------------------ micro-batches
@@ -45,6 +46,24 @@ def test_plan_keeps_pairs_together() -> None:
     lengths, pairs = torch.tensor([5, 5, 5, 5, 9, 9]), torch.tensor([7, 3, 3, 7, 1, 1])
     parts = plan(lengths, 12, pairs)
     assert sorted(part.tolist() for part in parts) == [[0, 3], [1, 2], [4, 5]]
+
+
+def test_plan_counts_a_shared_prompt_once_and_keeps_its_rows_together() -> None:
+    prompts = Prompts(torch.tensor([0, 1, 0, 1, 2]), torch.tensor([0, 1, 4]), torch.tensor([10, 20, 3]))
+    lengths = torch.tensor([14, 22, 15, 23, 9])
+    # 10 + 4 + 5, 20 + 2 + 3 and 3 + 6 tokens.
+    assert [part.tolist() for part in plan(lengths, 28, prompts=prompts)] == [[1, 3], [0, 2, 4]]
+    assert [part.tolist() for part in plan(lengths, 53, prompts=prompts)] == [[0, 1, 2, 3, 4]]
+
+
+def test_plan_cuts_a_group_only_where_it_exceeds_the_budget() -> None:
+    of_row = torch.tensor([0, 0, 0, 0, 1, 1])
+    prompts = Prompts(of_row, torch.tensor([0, 4]), torch.tensor([10, 2]))
+    parts = plan(torch.tensor([15, 15, 15, 15, 4, 4]), 20, prompts=prompts)
+    assert sorted(part.tolist() for part in parts) == [[0, 1], [2, 3], [4, 5]]
+    pairs = torch.tensor([0, 0, 0, 1, 2, 2])
+    parts = plan(torch.tensor([15, 15, 15, 15, 4, 4]), 20, pairs, prompts)
+    assert sorted(part.tolist() for part in parts) == [[0, 1, 2], [3], [4, 5]]
 
 
 def test_plan_of_nothing_and_of_no_budget() -> None:
