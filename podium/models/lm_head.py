@@ -82,7 +82,7 @@ def hidden_states(base: PreTrainedModel, packed: Packed, index: Tensor) -> Tenso
     Raises ModelError for a model whose attention does not take Podium's context.
     """
     # The lengths stay on the CPU: reading them back from a device would stop its queue.
-    context = PackedAttention(packed.lengths)
+    context = PackedAttention(packed.lengths, packed.parents)
     device = base.device
     hidden = run_base(base, packed.ids.to(device), packed.positions.to(device), context)
     return hidden.index_select(0, index.to(device))

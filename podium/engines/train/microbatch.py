@@ -8,19 +8,22 @@ import torch
 from torch import Tensor
 
 from podium.core.errors import ConfigError
+from podium.models.packed import Prompts
 
 
-def plan(lengths: Tensor, budget: int, keep_together: Tensor | None = None) -> list[Tensor]:
+def plan(lengths: Tensor, budget: int, keep_together: Tensor | None = None, prompts: Prompts | None = None) -> list[Tensor]:
     """Cuts rows into few micro-batches of nearly equal token counts, none above the budget.
 
-    Longest first, each unit to the micro-batch with the fewest tokens (LPT, Graham 1969); with as many micro-batches as the
-    total needs, one more where that does not fit. A row (or unit) longer than the budget gets one of its own. The result
-    depends on the arguments alone.
+    Rows with one prompt stay together, and their prompt counts once, as it runs once; only where they exceed the budget
+    are they cut, and each part then has the prompt. Longest first, each unit to the micro-batch with the fewest tokens
+    (LPT, Graham 1969); with as many micro-batches as the total needs, one more where that does not fit. A row (or unit)
+    longer than the budget gets one of its own. The result depends on the arguments alone.
 
     Args:
-        lengths: tokens of each row, `[B]` int64.
+        lengths: tokens of each row, with its prompt, `[B]` int64.
         budget: most tokens in a micro-batch.
         keep_together: `[B]` int64; rows with one value form a unit that is not cut (the pairs of a preference loss).
+        prompts: which rows share a prompt; None: none do.
 
     Returns:
         the int64 row indices of each micro-batch, ascending; every row is in exactly one.
@@ -29,21 +32,44 @@ def plan(lengths: Tensor, budget: int, keep_together: Tensor | None = None) -> l
         raise ConfigError(f"a budget of {budget} tokens", where="batch.microbatch_tokens", remedy="at least 1")
     if not len(lengths):
         return []
-    units = torch.arange(len(lengths)) if keep_together is None else keep_together
-    _, unit_of_row = torch.unique(units, return_inverse=True)
-    tokens = torch.zeros(int(unit_of_row.max()) + 1, dtype=torch.int64).index_add_(0, unit_of_row, lengths)
-    sizes = tokens.tolist()
+    if prompts is None:
+        rows = torch.arange(len(lengths))
+        prompts = Prompts(rows, rows, torch.zeros_like(lengths))
+    units, sizes = _units(lengths, budget, keep_together, prompts)
     order = sorted(range(len(sizes)), key=lambda unit: (-sizes[unit], unit))
     alone = [unit for unit in order if sizes[unit] > budget]
     rest = [unit for unit in order if sizes[unit] <= budget]
     bins = [[unit] for unit in alone] + _fill([sizes[unit] for unit in rest], rest, budget)
-    bin_of_unit = torch.empty(len(sizes), dtype=torch.int64)
-    for number, members in enumerate(bins):
-        bin_of_unit[torch.tensor(members)] = number
-    bin_of_row = bin_of_unit[unit_of_row]
-    # A stable sort keeps the rows of each micro-batch in ascending order.
-    rows = torch.sort(bin_of_row, stable=True).indices
-    return list(rows.split(torch.bincount(bin_of_row, minlength=len(bins)).tolist()))
+    return [torch.tensor(sorted(row for unit in members for row in units[unit])) for members in bins]
+
+
+def _units(lengths: Tensor, budget: int, keep_together: Tensor | None, prompts: Prompts) -> tuple[list[list[int]], list[int]]:
+    """Rows that go together, in the order of their first rows, and the tokens of each such unit."""
+    prompt_of_row, prompt_tokens = prompts.of_row.tolist(), prompts.lengths.tolist()
+    response = (lengths - prompts.lengths[prompts.of_row]).tolist()
+    atoms: dict[int, list[int]] = {}
+    for row, key in enumerate(range(len(lengths)) if keep_together is None else keep_together.tolist()):
+        atoms.setdefault(key, []).append(row)
+    families: dict[int, list[list[int]]] = {}
+    for atom in atoms.values():
+        families.setdefault(prompt_of_row[atom[0]], []).append(atom)
+    units: list[list[int]] = []
+    sizes: list[int] = []
+    for family in families.values():
+        held: set[int] = set()  # prompts of the unit at hand
+        for number, atom in enumerate(family):
+            new = {prompt_of_row[row] for row in atom}
+            tokens = sum(response[row] for row in atom)
+            more = tokens + sum(prompt_tokens[prompt] for prompt in new - held)
+            if number and sizes[-1] + more <= budget:
+                units[-1] += atom
+                sizes[-1] += more
+                held |= new
+            else:
+                units.append(list(atom))
+                sizes.append(tokens + sum(prompt_tokens[prompt] for prompt in new))
+                held = new
+    return units, sizes
 
 
 def _fill(sizes: list[int], units: list[int], budget: int) -> list[list[int]]:

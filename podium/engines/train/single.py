@@ -17,7 +17,7 @@ from podium.core.settings import OptimizerSettings
 from podium.engines.train.microbatch import plan
 from podium.engines.train.optim import MasterAdamW
 from podium.engines.train.running import RunningSums
-from podium.models.packed import Packed, pack
+from podium.models.packed import Packed, distinct_prompts, pack
 
 
 class PackedModel(Protocol):
@@ -37,8 +37,8 @@ class SingleDeviceEngine:
     Args:
         model: an `nn.Module` with `compute` (see `PackedModel`), on its device.
         optimizer: the rates; None for a model that is never updated (reference, reward).
-        microbatch_tokens: prompt and response tokens in one forward (and backward) pass. It changes memory and speed, never
-            the gradient.
+        microbatch_tokens: prompt and response tokens in one forward (and backward) pass; a prompt that rows share counts
+            once, as it runs once. It changes memory and speed, never the gradient.
         total_updates: the run's updates; needed for schedules that decay.
     """
 
@@ -68,7 +68,7 @@ class SingleDeviceEngine:
         """
         tokens = _tokens(batch)
         parts: list[dict[str, Tensor]] = []
-        order = plan(tokens, self.microbatch_tokens)
+        order = plan(tokens, self.microbatch_tokens, prompts=distinct_prompts(batch["prompt_ids"]))
         for rows in order:
             parts.append(self.model.compute(_packed(batch, rows), outputs))
         if not parts:
@@ -92,8 +92,8 @@ class SingleDeviceEngine:
 
         Returns:
             the loss's metrics, averaged over the mask; `loss`; `grad_norm` (before clipping), `lr`; `tokens` (prompt and
-            response tokens of the minibatch); `skipped_updates` (1 where the gradient was not finite or nothing was left
-            to train on, so that nothing changed).
+            response tokens of the minibatch's rows, a shared prompt once for each); `skipped_updates` (1 where the gradient
+            was not finite or nothing was left to train on, so that nothing changed).
 
         Raises:
             ConfigError: the engine has no optimizer, or the loss returns another shape than its mask's.
@@ -109,7 +109,8 @@ class SingleDeviceEngine:
         keep_together = minibatch[loss.keep_together] if loss.keep_together else None
         sums = RunningSums()
         self._optimizer.zero_grad()
-        for rows in plan(tokens, self.microbatch_tokens, keep_together) if counted else []:
+        prompts = distinct_prompts(minibatch["prompt_ids"])
+        for rows in plan(tokens, self.microbatch_tokens, keep_together, prompts) if counted else []:
             self._backward(weighted.index(rows), loss, weights_name, sums)
         metrics = Metrics()
         for name, total in sums.read().items():
