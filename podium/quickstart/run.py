@@ -42,7 +42,9 @@ class Report:
     run_folder: str
 
 
-def run(*, algorithm: str = "grpo", seed: int = 0, steps: int | None = None, as_json: bool = False, folder: str = "runs") -> Report:
+def run(
+    *, algorithm: str = "grpo", seed: int = 0, steps: int | None = None, as_json: bool = False, folder: str = "runs"
+) -> Report:
     """Makes data, tokenizer and model; trains with SFT, then with `algorithm`; shows what changed.
 
     Args:
