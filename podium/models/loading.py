@@ -75,6 +75,8 @@ def load_tokenizer(
     tokenizer = _guarded(
         lambda: AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code, **options), path, "a tokenizer"
     )
+    if "gguf_file" in options:
+        _take_gguf_special_tokens(tokenizer, Path(path).expanduser())
     if tokenizer.eos_token_id is None:
         raise ModelError(
             f"the tokenizer of '{path}' has no end token (eos_token), so no response could end",
@@ -86,6 +88,18 @@ def load_tokenizer(
     if chat_template is not None:
         tokenizer.chat_template = chat_template
     return tokenizer
+
+
+def _take_gguf_special_tokens(tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
+    """The special tokens that the GGUF file names; transformers guesses them (SmolLM2's end token comes out as its start)."""
+    from gguf import GGUFReader
+
+    fields = GGUFReader(path).fields
+    for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
+        field = fields.get(f"tokenizer.ggml.{key}_token_id")
+        if field is not None:
+            setattr(tokenizer, f"{name}_token", tokenizer.convert_ids_to_tokens(int(field.contents())))
+    tokenizer.clean_up_tokenization_spaces = False
 
 
 def load_causal_lm(

@@ -18,7 +18,7 @@ def test_there_is_one_for_every_algorithm():
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_recipe(path, monkeypatch):
-    monkeypatch.chdir(path.parent if "examples" in path.parts else ROOT)
+    monkeypatch.chdir(ROOT)
     overrides = ["rewards.0.function=podium.quickstart.task:correct"] if path.match("recipes/grpo.yaml") else []
     settings = load(path, overrides)
     recipe = find_recipe(settings.algorithm)

