@@ -2,8 +2,10 @@
 
 `log_softmax(hidden @ weight.T)` over `N` tokens and a vocabulary of `V` needs [N, V] numbers several times over, which
 for a large vocabulary is more memory than the rest of the model. Here a [chunk, V] piece exists at a time, in the
-weight's dtype: the forward pass keeps one number a token (two with the entropy), and the backward pass computes the
-logits of each chunk again. That costs one matrix product more than keeping them (four in place of three).
+weight's dtype: the forward pass keeps one number a token (two with the entropy) and the last chunk, and the backward
+pass computes the logits of the others again. That costs one matrix product more than keeping them (four in place of
+three). The last chunk costs no memory that the two passes did not need anyway; where it is the only one, nothing is
+computed twice.
 
 Two sizes, for two reasons. The matrix products want long chunks, because each chunk adds a whole [V, D] to the gradient
 of the weight. The elementwise passes in fp32 want short blocks that stay in the cache. So a chunk is walked in blocks,
@@ -53,10 +55,11 @@ def _slices(length: int, size: int) -> Iterator[slice]:
         yield slice(start, min(start + size, length))
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, chunk: int) -> Iterator[tuple[slice, Tensor]]:
+def _logits(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, chunks: list[slice], buffer: Tensor
+) -> Iterator[tuple[slice, Tensor]]:
     """The raw logits of each chunk, in the weight's dtype, all in one buffer that the caller may overwrite."""
-    buffer = hidden.new_empty(min(chunk, hidden.shape[0]), weight.shape[0])
-    for rows in _slices(hidden.shape[0], chunk):
+    for rows in chunks:
         logits = buffer[: rows.stop - rows.start]
         if bias is None:
             torch.mm(hidden[rows], weight.t(), out=logits)
@@ -87,21 +90,23 @@ class ChunkedLogProbs(torch.autograd.Function):
         log_probs = hidden.new_empty(targets.shape, dtype=dtype)
         log_normaliser = torch.empty_like(log_probs)
         entropy = torch.empty_like(log_probs) if with_entropy else None
-        for chunk_rows, chunk in _logits(hidden, weight, bias, sizes[0]):
+        chunks = list(_slices(hidden.shape[0], sizes[0]))
+        buffer = hidden.new_empty(min(sizes[0], hidden.shape[0]), weight.shape[0])
+        for chunk_rows, chunk in _logits(hidden, weight, bias, chunks, buffer):
             for rows, _, z in _blocks(chunk_rows, chunk, sizes[1], dtype):
                 transform.apply_(z)
                 largest = z.amax(dim=1, keepdim=True)
-                z.sub_(largest)
-                picked = z.gather(1, targets[rows].unsqueeze(1)).squeeze(1)
-                exponentials = z.exp() if with_entropy else z.exp_()
+                shifted = z - largest  # z itself stays as it is, for the backward pass
+                picked = shifted.gather(1, targets[rows].unsqueeze(1)).squeeze(1)
+                exponentials = shifted.exp() if with_entropy else shifted.exp_()
                 total = exponentials.sum(dim=1)
                 log_total = total.log()
                 log_probs[rows] = picked - log_total
                 log_normaliser[rows] = log_total + largest.squeeze(1)
                 if entropy is not None:
-                    entropy[rows] = log_total - exponentials.mul_(z).sum(dim=1) / total
+                    entropy[rows] = log_total - exponentials.mul_(shifted).sum(dim=1) / total
         ctx.save_for_backward(hidden, weight, bias, targets, log_normaliser, entropy)
-        ctx.transform, ctx.sizes = transform, sizes
+        ctx.transform, ctx.chunks, ctx.block, ctx.buffer = transform, chunks, sizes[1], buffer
         ctx.set_materialize_grads(False)
         return log_probs, entropy
 
@@ -116,9 +121,10 @@ class ChunkedLogProbs(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
         weight_sum = _WeightGradient(weight) if wants_weight else None
         grad_bias = torch.zeros_like(bias, dtype=dtype) if wants_bias else None
-        for chunk_rows, chunk in _logits(hidden, weight, bias, ctx.sizes[0]):
-            for rows, low, z in _blocks(chunk_rows, chunk, ctx.sizes[1], dtype):
-                ctx.transform.apply_(z)
+        for chunk_rows, chunk, kept in _backward_chunks(ctx, hidden, weight, bias):
+            for rows, low, z in _blocks(chunk_rows, chunk, ctx.block, dtype):
+                if not (kept and low.dtype == dtype):  # in `dtype` the forward pass transformed it in place
+                    ctx.transform.apply_(z)
                 grad = _logit_gradient(
                     z,
                     log_normaliser[rows],
@@ -140,6 +146,19 @@ class ChunkedLogProbs(torch.autograd.Function):
             grad_bias.to(bias.dtype) if grad_bias is not None else None,
             *(None,) * 4,
         )
+
+
+def _backward_chunks(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Iterator[tuple[slice, Tensor, bool]]:
+    """Each chunk's logits, and whether they are those that the forward pass left; these come first, once."""
+    buffer, ctx.buffer = ctx.buffer, None  # a second backward pass finds none: the first overwrites them
+    again = list(ctx.chunks)
+    if buffer is not None and again:
+        last = again.pop()
+        yield last, buffer[: last.stop - last.start], True
+    elif again:
+        buffer = hidden.new_empty(again[0].stop, weight.shape[0])
+    for rows, logits in _logits(hidden, weight, bias, again, buffer):
+        yield rows, logits, False
 
 
 def _logit_gradient(

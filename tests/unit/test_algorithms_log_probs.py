@@ -182,3 +182,17 @@ def test_plain_forms_agree():
 def test_errors(change, message: str):
     with pytest.raises(ValueError, match=message):
         log_probs_from_hidden(**(inputs() | change))
+
+
+@pytest.mark.parametrize("chunk", [3, 100])
+def test_a_second_backward_pass_gives_the_same(chunk: int) -> None:
+    """The first one overwrites the logits that the forward pass left."""
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(8, 4, requires_grad=True), torch.randn(20, 4, requires_grad=True)
+    targets = torch.randint(20, (8,))
+    log_probs, entropy = log_probs_from_hidden(hidden, weight, targets, chunk_tokens=chunk, with_entropy=True, softcap=2.0)
+    total = (log_probs * torch.arange(8.0) + entropy).sum()
+    first = torch.autograd.grad(total, (hidden, weight), retain_graph=True)
+    second = torch.autograd.grad(total, (hidden, weight))
+    for a, b in zip(first, second, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
