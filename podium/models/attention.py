@@ -63,9 +63,7 @@ def _attention(
             remedy="use rollout.engine=hf, or a model whose forward passes keyword arguments down",
         )
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out = podium_context.attend(
-        module, query, key, value, scaling=scaling, sliding_window=sliding_window, softcap=softcap
-    )
+    out = podium_context.attend(module, query, key, value, scaling=scaling, sliding_window=sliding_window, softcap=softcap)
     return out, None
 
 

@@ -31,6 +31,7 @@ from podium.models.loading import (
     without_dropout,
 )
 from podium.models.packed import Packed
+from podium.models.storage import store_by_columns
 
 VALUE_HEAD_FILE = "value_head.safetensors"
 
@@ -45,7 +46,8 @@ class ActorModel(nn.Module):
     """The policy: a causal LM that gives the log-probs of given responses.
 
     Args:
-        model: a `transformers` causal LM. Its attention is switched to Podium's contexts; its weights are not touched.
+        model: a `transformers` causal LM. Its attention is switched to Podium's contexts; on a CPU its weights are laid out
+            for decoding (`store_by_columns`), else they are not touched.
         temperature: divides the logits, as in sampling; 0 (greedy) counts as 1.
 
     Raises:
@@ -58,6 +60,7 @@ class ActorModel(nn.Module):
         super().__init__()
         self.model = without_dropout(model)
         self.temperature = temperature
+        store_by_columns(model)
         use_attention(model, IMPLEMENTATION)
         verify_head(model)
 

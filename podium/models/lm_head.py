@@ -38,7 +38,9 @@ class LMHead:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`[..., D]` -> `[..., V]` in the weight's dtype. For few tokens; training uses chunked log-probs."""
-        logits = nn.functional.linear(hidden, self.weight, self.bias) * self.scale
+        logits = nn.functional.linear(hidden, self.weight, self.bias)
+        if self.scale != 1.0:
+            logits = logits * self.scale
         return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
 
 

@@ -19,6 +19,7 @@ from podium.engines.train.microbatch import plan
 from podium.engines.train.optim import MasterAdamW, lr_at
 from podium.models.heads import ActorModel, CriticModel, RewardModel
 from podium.models.packed import Prompts
+from podium.models.storage import by_columns
 from tests.tiny import tiny_model
 
 # ------------------------------------------------------------------ micro-batches
@@ -135,6 +136,23 @@ def test_fp32_is_its_own_master_and_equals_torch_adamw() -> None:
         plain.step()
     torch.testing.assert_close(ours.weight, theirs.weight)
     torch.testing.assert_close(ours.bias, theirs.bias)
+
+
+def test_memory_order_does_not_change_an_update() -> None:
+    """The fused kernel pairs numbers as they lie: weights by columns, then moments and a gradient by rows."""
+    torch.manual_seed(0)
+    start, gradient = torch.randn(6, 4), torch.randn(6, 4)
+    rows, columns = nn.Parameter(start.clone()), nn.Parameter(by_columns(start))
+    settings = OptimizerSettings(lr=1e-1)
+    optimizers = [MasterAdamW([("w", p)], settings) for p in (rows, columns)]
+    for parameter, optimizer in zip((rows, columns), optimizers, strict=True):
+        one_step(parameter, optimizer, 1.0)
+    optimizers[1].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
+    for parameter, optimizer in zip((rows, columns), optimizers, strict=True):
+        parameter.grad = gradient.clone()
+        optimizer.step()
+    assert columns.stride() == (1, 6)
+    assert torch.equal(rows, columns)
 
 
 def test_gradients_of_several_passes_add_up_in_fp32() -> None:

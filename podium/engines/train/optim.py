@@ -122,6 +122,7 @@ class MasterAdamW:
                 torch._foreach_mul_(grads, self.settings.max_grad_norm / (norm + 1e-6))
             for group in self._adamw.param_groups:
                 group["lr"] = lr
+            self._align()
             self._adamw.step()
             self._write_parameters()
             self.updates += 1
@@ -129,6 +130,17 @@ class MasterAdamW:
             self.skipped += 1
         self.zero_grad()
         return StepReport(norm, lr, applied)
+
+    def _align(self) -> None:
+        """Gradients and moments in their master's memory order: the fused kernel goes through all of them as they lie, and
+        would silently pair the wrong numbers (torch 2.13 on a CPU).
+        """
+        for master in self._masters.values():
+            if master.grad is not None and master.grad.stride() != master.stride():
+                master.grad = _like(master, master.grad)
+            for name, value in self._adamw.state[master].items() if master in self._adamw.state else ():
+                if value.shape == master.shape and value.stride() != master.stride():
+                    self._adamw.state[master][name] = _like(master, value)
 
     def _write_parameters(self) -> None:
         pairs = [(p, self._masters[n]) for n, p in self._parameters.items() if self._masters[n] is not p]
@@ -163,3 +175,8 @@ class MasterAdamW:
             master = self._masters[name]
             self._adamw.state[master] = {k: torch.as_tensor(v).to(master.device, copy=True) for k, v in moments.items()}
         self._write_parameters()
+
+
+def _like(master: Tensor, value: Tensor) -> Tensor:
+    """`value`, laid out in memory as `master` is."""
+    return torch.empty_like(master, requires_grad=False).copy_(value)

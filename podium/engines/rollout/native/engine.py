@@ -31,7 +31,7 @@ from podium.engines.rollout.requests import Limits
 from podium.engines.rollout.stopping import StopRule, end_token_ids
 from podium.models.attention import IMPLEMENTATION, use_podium_attention
 from podium.models.lm_head import base_of, lm_head_of, verify_head
-from podium.models.storage import moved_parameters, storage_fingerprint
+from podium.models.storage import moved_parameters, storage_fingerprint, store_by_columns
 
 # Logits in fp32 at a time: 64 MiB.
 _LOGITS_AT_ONCE = 1 << 24
@@ -49,8 +49,9 @@ class Counters:
 class NativeEngine:
     """A `RolloutEngine` over a `transformers` causal LM that someone else may be training.
 
-    The model's attention is switched to Podium's (a setting of its config); its parameters are read, never written. It
-    runs in evaluation mode during a step and is left in the mode it was in.
+    The model's attention is switched to Podium's (a setting of its config); its parameters are read, never written (on a
+    CPU they are laid out for decoding, once: `store_by_columns`). It runs in evaluation mode during a step and is left in
+    the mode it was in.
 
     Args:
         max_concurrent: sequences decoded at once.
@@ -84,6 +85,7 @@ class NativeEngine:
         self._ids = count()
         self._ends = end_token_ids(model, tokenizer)
         self._limits = Limits.within_one_rotation(model)
+        store_by_columns(model)
         self._storage = storage_fingerprint(model)
         with self._generating():
             verify_head(model)
