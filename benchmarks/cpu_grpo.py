@@ -1,12 +1,13 @@
 """A GRPO step on the CPU, Podium beside TRL, in one process on one thread.
 
-Both train a Llama of 135M parameters (SmolLM2's shape, random bf16 weights) on 4 prompts x 4 samples, 64 prompt tokens and
+Both train a Llama of 135M parameters (SmolLM2's shape, random weights) on 4 prompts x 4 samples, 64 prompt tokens and
 64 new tokens: generate, score, one AdamW update, no KL. The figure is CPU seconds per step, so that a busy machine does not
 change the ratio; each side's first step is left out.
 
-    OMP_NUM_THREADS=1 python benchmarks/cpu_grpo.py [--steps 3] [--without-trl] [--dtype float32]
+    OMP_NUM_THREADS=1 python benchmarks/cpu_grpo.py [--steps 3] [--without-trl] [--dtype auto]
 
-The last line is one JSON object.
+Both sides run in the dtype that is fastest for both: bf16 where the CPU multiplies it in hardware (AMX, AVX512-BF16), else
+fp32 (`model.dtype: auto` makes the same choice). The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-import torch  # noqa: E402
-from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: E402
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 PROMPTS, GROUP, PROMPT_TOKENS, NEW_TOKENS = 4, 4, 64, 64
 VOCABULARY = 49_152
@@ -145,14 +146,16 @@ def trl_steps(steps: int, dtype: torch.dtype, folder: str) -> list[float]:
 
 
 def main() -> None:
+    from podium.models.loading import resolve_dtype
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=3, help="steps of each side; the first is left out")
-    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    parser.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto", help="of both sides' weights")
     parser.add_argument("--without-trl", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    dtype = getattr(torch, args.dtype)
-    figures: dict[str, Any] = {"dtype": args.dtype, "threads": 1, "torch": torch.__version__}
+    dtype = resolve_dtype(args.dtype, "cpu")
+    figures: dict[str, Any] = {"dtype": str(dtype).removeprefix("torch."), "threads": 1, "torch": torch.__version__}
     with tempfile.TemporaryDirectory() as folder:
         ours, shares = podium_steps(args.steps, dtype, folder)
         figures["podium_cpu_seconds_per_step"] = round(_mean(ours), 3)
