@@ -31,3 +31,5 @@ class Loss:
     constant_length: int | None = None
     # A column whose equal values must share a micro-batch (pairs).
     keep_together: str | None = None
+    # Set on a loss that holds only for the one update on fresh samples: the loss for every other case.
+    otherwise: Loss | None = None

@@ -39,7 +39,10 @@ def policy_loss(
 
     `one_update` is for steps that make a single update: the old policy is the one that is being updated, so its log-probs
     are those of this very pass (the ratio is exactly 1, with the right gradient), and the column `old_log_probs` is not read.
+    For samples that are older, or a second update, the loss's `otherwise` reads it.
     """
+    if one_update:
+        settings = dict(locals(), one_update=False)
     if kl_coef < 0:
         raise ValueError(f"kl_coef must not be negative; got {kl_coef}.")
     look_up(KL_ESTIMATORS, kl_estimator, "KL estimator")
@@ -71,6 +74,7 @@ def policy_loss(
         columns=(*columns, "ref_log_probs") if kl_coef > 0 else columns,
         reduction=reduction,
         constant_length=constant_length,
+        otherwise=policy_loss(**settings) if one_update else None,
     )
 
 

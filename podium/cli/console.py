@@ -41,10 +41,10 @@ def sort_arguments(arguments: Sequence[str] | None) -> Given:
         path = Path(text)
         if path.is_dir():
             given.run = _once(given.run, path, "run folders")
+        elif "=" in text and not path.is_file():  # before the suffix: a value may end in .yaml
+            given.overrides.append(text)
         elif path.is_file() or path.suffix in (".yaml", ".yml"):
             given.recipe = _once(given.recipe, path, "recipes")
-        elif "=" in text:
-            given.overrides.append(text)
         else:
             near = [p.name for p in (path.parent if path.parent.is_dir() else Path()).iterdir()]
             raise ConfigError(

@@ -48,12 +48,12 @@ def parse(kind: type[S], values: Mapping[str, Any], where: str = "settings") -> 
 
 
 def load_yaml(path: str | Path) -> dict[str, Any]:
-    """The mapping in a YAML file (safe-loaded). Raises ConfigError when it is missing or not a mapping."""
+    """The mapping in a YAML file (safe-loaded). Raises ConfigError: missing, no mapping, or a key that is there twice."""
     path = Path(path)
     if not path.is_file():
         raise ConfigError(f"no such file: {path}", where="recipe", remedy="give the path of a YAML recipe")
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = _load(path.read_text(encoding="utf-8"), str(path))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"not valid YAML: {error}", where=str(path)) from None
     if values is None:
@@ -97,10 +97,43 @@ def describe(kind: type[Settings], prefix: str = "") -> list[tuple[str, str, str
     return rows
 
 
+def _load(text: str, name: str) -> Any:
+    """Safe-loaded YAML, in which a key that stands twice in a mapping is an error: YAML would let the last one win."""
+    loader = yaml.SafeLoader(text)
+    try:
+        root = loader.get_single_node()
+        if root is None:
+            return None
+        _refuse_twice(root, name)
+        return loader.construct_document(root)
+    finally:
+        loader.dispose()
+
+
+def _refuse_twice(node: yaml.Node, name: str) -> None:
+    if isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            _refuse_twice(item, name)
+    if not isinstance(node, yaml.MappingNode):
+        return
+    lines: dict[str, int] = {}
+    for key, value in node.value:
+        line = key.start_mark.line + 1
+        if isinstance(key, yaml.ScalarNode):
+            if key.value in lines:
+                raise ConfigError(
+                    f"'{key.value}' is set twice, in line {lines[key.value]} and in line {line}",
+                    where=f"{name}, line {line}",
+                    remedy="keep one of them",
+                )
+            lines[key.value] = line
+        _refuse_twice(value, name)
+
+
 def _scalar(raw: str) -> Any:
     """YAML's reading of a value, and what YAML 1.1 reads as text though everyone means a number (1e-5)."""
     try:
-        value = yaml.safe_load(raw)
+        value = _load(raw, raw)
     except yaml.YAMLError:
         return raw
     if isinstance(value, str):

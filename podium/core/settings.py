@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_serializer, field_validator, model_validator
 
@@ -57,7 +57,7 @@ class RewardSettings(Settings):
     """`module:function`, `file.py:function`, or a built-in (`math_verify`, `reasoning_gym`, `exact_match`)."""
     name: str | None = None
     """Name in the metrics; by default the function's."""
-    weight: float = 1.0
+    weight: float = Field(default=1.0, allow_inf_nan=False)
     """Its factor in the sum of rewards."""
     on_error: Literal["raise", "skip"] = "raise"
     """A reward that raises: an error that names the sample, or the sample is left out of the update and counted."""
@@ -94,7 +94,7 @@ class RolloutSettings(Settings):
 class OptimizerSettings(Settings):
     lr: float = Field(default=1e-6, gt=0)
     """Peak learning rate."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
     """AdamW's decay rates."""
     eps: float = Field(default=1e-8, gt=0)
     """AdamW's epsilon."""
@@ -245,3 +245,13 @@ class OnlineSettings(RecipeSettings):
     """Entropy bonus."""
     loss_reduction: Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"] = "token_mean"
     """How token losses become one number."""
+
+
+class StagesSettings(RecipeSettings):
+    """For stages of one's own: what an algorithm would set is said by the stages themselves."""
+
+    algorithm: str = "custom"
+    rollout: RolloutSettings = Field(default_factory=RolloutSettings)
+    """How responses are sampled."""
+    critic: OptimizerSettings = Field(default_factory=lambda: OptimizerSettings(lr=1e-5))
+    """The critic's optimizer."""

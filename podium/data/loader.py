@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from podium.core.batch import Batch
+from podium.core.batch import Batch, Ragged
 from podium.core.errors import CheckpointError, ConfigError
 from podium.core.seeding import derive_seed
 
@@ -72,15 +74,16 @@ class Loader:
         return self.batch.index((units[:, None] * self.unit + torch.arange(self.unit)).flatten())
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values; `rows`, `seed`, `shuffle` and `unit` only serve to notice that they changed."""
+        """Plain values; those but `epoch` and `position` only serve to notice that the data or its order changed."""
         return {"epoch": self._epoch, "position": self._position, **self._identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on exactly where `state` was taken. Raises CheckpointError where the data or its order is another."""
         for name, now in self._identity().items():
-            if state[name] != now:
+            if state.get(name) != now:
+                what = f"the data's {name} is {now}, the checkpoint was made with {state.get(name)}"
                 raise CheckpointError(
-                    f"the data's {name} is {now}, the checkpoint was made with {state[name]}",
+                    "the data's rows are others than those the checkpoint was made with" if name == "content" else what,
                     where="data",
                     remedy="resume with the same data and seed, or start a new run from the saved model",
                 )
@@ -88,7 +91,19 @@ class Loader:
         self._order = self._order_of(self._epoch)
 
     def _identity(self) -> dict[str, Any]:
-        return {"rows": len(self.batch), "seed": self.seed, "shuffle": self.shuffle, "unit": self.unit}
+        given = {"rows": len(self.batch), "seed": self.seed, "shuffle": self.shuffle, "unit": self.unit}
+        return {**given, "content": self._content}
+
+    @cached_property
+    def _content(self) -> str:
+        """A hash of the token columns: as many other rows are another data set."""
+        digest = hashlib.sha256()
+        for name in ("prompt_ids", "response_ids"):
+            column = self.batch[name] if name in self.batch else None
+            if isinstance(column, Ragged):
+                for part in (column.offsets, column.values):
+                    digest.update(part.cpu().contiguous().numpy().tobytes())
+        return digest.hexdigest()
 
     def _order_of(self, epoch: int) -> Tensor:
         if not self.shuffle:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from podium.core.config import apply_overrides, load_yaml
-from podium.core.settings import RecipeSettings
+from podium.core.errors import ConfigError
+from podium.core.settings import RecipeSettings, RewardSettings
 from podium.recipes._explain import explain
 from podium.trainer.recipe import known_recipes, read_settings
 from podium.trainer.trainer import Trainer, TrainResult
@@ -35,7 +36,7 @@ def build(settings: RecipeSettings, **given: Any) -> Trainer:
 def train(
     model: Any,
     data: str | Sequence[Mapping[str, Any]],
-    rewards: Sequence[Callable[..., Any] | str] = (),
+    rewards: Any = (),
     algorithm: str = "grpo",
     *,
     eval_data: Any = None,
@@ -48,7 +49,8 @@ def train(
     Args:
         model: a folder, hub name or GGUF file, or a `transformers` model (then `tokenizer` too).
         data: a file, or rows.
-        rewards: functions, `module:function`, or built-ins.
+        rewards: one or several: functions, `module:function`, built-ins, or mappings with a weight and more
+            (`{"function": f, "weight": 0.5}`).
         algorithm: a recipe's name.
         eval_data: held-out rows or their path.
         settings: sections as mappings (`optimizer={"lr": 1e-5}`) or dotted keys with `__` (`optimizer__lr=1e-5`).
@@ -56,27 +58,32 @@ def train(
     Returns:
         what came out; `result.run_folder / "model"` is the trained Hugging Face folder.
     """
-    overrides = {k: v for k, v in settings.items() if "__" in k}
-    values: dict[str, Any] = {"algorithm": algorithm, **{k: v for k, v in settings.items() if "__" not in k}}
-    for key, value in overrides.items():
-        section, _, name = key.partition("__")
-        values = _merge(values, {section: {name: value}})
+    values: dict[str, Any] = {"algorithm": algorithm}
+    for key, value in settings.items():
+        values = _merge(values, _nested(key.split("__"), value))
     given: dict[str, Any] = {}
     if isinstance(model, str | Path):
         values = _merge(values, {"model": {"path": str(model)}})
+    elif tokenizer is None:
+        raise ConfigError("a model in memory comes with its tokenizer", where="train", remedy="pass tokenizer=...")
     else:
         given["models"], given["tokenizer"] = {"actor": model}, tokenizer
-    if isinstance(data, str | Path):
-        values = _merge(values, {"data": {"path": str(data)}})
-    else:
-        given["data"] = list(data)
-    if isinstance(eval_data, str | Path):
-        values = _merge(values, {"data": {"eval_path": str(eval_data)}})
-    elif eval_data is not None:
-        given["eval_data"] = list(eval_data)
-    if rewards:
-        values["rewards"] = [{"function": r} for r in rewards]
+    for name, rows, path in (("data", data, "path"), ("eval_data", eval_data, "eval_path")):
+        if isinstance(rows, str | Path):
+            values = _merge(values, {"data": {path: str(rows)}})
+        elif rows is not None:
+            given[name] = list(rows)
+        elif name == "data":
+            raise ConfigError("there is no data", where="train", remedy="pass data=, a file or rows")
+    one = callable(rewards) or isinstance(rewards, str | Mapping | RewardSettings)
+    sources = [rewards] if one else list(rewards)
+    if sources:
+        values["rewards"] = [r if isinstance(r, Mapping | RewardSettings) else {"function": r} for r in sources]
     return build(read_settings(values), **given).train(resume=resume)
+
+
+def _nested(keys: list[str], value: Any) -> dict[str, Any]:
+    return {keys[0]: value if len(keys) == 1 else _nested(keys[1:], value)}
 
 
 def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from podium.core.errors import ConfigError
 from podium.core.settings import OnlineSettings
 from podium.recipes._online import reward_stage, rollout_stage
@@ -15,8 +13,8 @@ from podium.trainer.recipe import RECIPES, Recipe
 
 class GRPOSettings(OnlineSettings):
     algorithm: str = "grpo"
-    advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
-    """The group estimator: normalised by the group's deviation, not normalised, or leave-one-out."""
+    advantage: str = "grpo"
+    """A registered estimator: `grpo` (divided by the group's deviation), `dr_grpo` (not divided), `rloo`, or your own."""
 
 
 def stages(settings: GRPOSettings) -> list[Stage]:

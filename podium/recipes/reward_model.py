@@ -5,6 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from podium.algorithms.losses import pairwise_reward_loss
+from podium.core.errors import ConfigError
 from podium.core.settings import BatchSettings, RecipeSettings
 from podium.stages.base import Stage
 from podium.stages.evaluation import PairAccuracyStage
@@ -20,6 +21,13 @@ class RewardModelSettings(RecipeSettings):
 
 def stages(settings: RewardModelSettings) -> list[Stage]:
     """One update on the step's pairs."""
+    batch = settings.batch
+    if batch.group_size != 2 or batch.minibatch_sequences % 2:
+        raise ConfigError(
+            f"group_size={batch.group_size}, minibatch_sequences={batch.minibatch_sequences}: a pair has two rows",
+            where="batch",
+            remedy="leave group_size at 2; minibatch_sequences must be even",
+        )
     return [UpdateStage("reward", pairwise_reward_loss())]
 
 

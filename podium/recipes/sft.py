@@ -5,6 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from podium.algorithms.losses import supervised_loss
+from podium.core.errors import ConfigError
 from podium.core.settings import BatchSettings, OnlineSettings, RewardSettings
 from podium.recipes._online import reward_stage, rollout_stage
 from podium.stages.base import Stage
@@ -24,6 +25,10 @@ class SFTSettings(OnlineSettings):
 
 def stages(settings: SFTSettings) -> list[Stage]:
     """One update on the step's rows."""
+    if settings.batch.group_size != 1:
+        raise ConfigError(
+            f"group_size={settings.batch.group_size}: SFT generates nothing", where="batch.group_size", remedy="leave it at 1"
+        )
     return [UpdateStage("actor", supervised_loss())]
 
 

@@ -71,6 +71,11 @@ def fuse(batch: Batch, rewards: Sequence[Reward], state: TrainerState | None = N
                 f"none of the {len(batch)} samples could be scored; the first: {first}", where="rewards", remedy=REMEDY
             )
         _log.warning("rewards: %d of %d samples left out; the first: %s", skipped, len(batch), first)
+    if not total[kept].isfinite().all():
+        row = int((~total.isfinite() & kept).nonzero()[0])
+        raise RewardError(
+            f"the weighted sum is {float(total[row])}, not a finite number", where=f"rewards, {sample(batch, row)}"
+        )
     out = batch.with_columns({**columns, "rewards": total}).index(kept)
     _count(metrics, out, rewards, skipped)
     return out, metrics

@@ -10,6 +10,7 @@ runs/<name>/
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from podium.core.errors import ConfigError
+from podium.core.files import writing
 
 _SAMPLES = re.compile(r"step_(\d+)\.jsonl")
 
@@ -121,8 +123,9 @@ class RunFolder:
             self._keep_metrics(step - 1)
             file = self._open_metrics()
         row = {"step": step, "time": round(time.time(), 3), **metrics}
-        file.write(json.dumps(_plain(row), ensure_ascii=False) + "\n")
-        file.flush()
+        with writing(self.metrics, f"the metrics of step {step}"):
+            file.write(json.dumps(_plain(row), ensure_ascii=False) + "\n")
+            file.flush()
         self._last_step = step
 
     def _open_metrics(self) -> TextIO:
@@ -159,16 +162,33 @@ class RunFolder:
     def close(self) -> None:
         """Closes the metrics file; logging opens it again."""
         if self._metrics is not None:
-            self._metrics.close()
+            with contextlib.suppress(OSError):  # every line was flushed; what a full disk refused was said then
+                self._metrics.close()
             self._metrics = None
 
     def __repr__(self) -> str:
         return f"RunFolder({str(self.path)!r})"
 
 
-def latest_run(root: str | Path, prefix: str = "") -> RunFolder | None:
-    """The run in `root` that was written to last, among those whose names start with `prefix`."""
-    runs = [p.parent for p in Path(root).glob("*/settings.yaml") if p.parent.name.startswith(prefix)]
+def default_name(algorithm: str) -> str:
+    """The name of a run that was given none: `algorithm-20261130-141500`."""
+    return f"{algorithm}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def latest_run(root: str | Path, name: str | None = None, *, algorithm: str | None = None) -> RunFolder | None:
+    """The run in `root` that was written to last, among those with a checkpoint to go on from.
+
+    Args:
+        name: only runs that were given this name: `name`, and `name-2`... where it was taken.
+        algorithm: only runs that `default_name` named, for this algorithm.
+    """
+    pattern = ".*"
+    if name is not None:
+        pattern = rf"{re.escape(name)}(-\d+)?"
+    elif algorithm is not None:
+        pattern = rf"{re.escape(algorithm)}-\d{{8}}-\d{{6}}(-\d+)?"
+    found = [p.parent for p in Path(root).glob("*/settings.yaml") if re.fullmatch(pattern, p.parent.name)]
+    runs = [run for run in found if any((run / "checkpoints").glob("*step_*/manifest.json"))]
     return RunFolder(max(runs, key=_touched)) if runs else None
 
 
@@ -213,8 +233,9 @@ def _mend(path: Path) -> int | None:
 def _write(path: Path, text: str) -> None:
     """Whole or not at all: a reader never sees half a file."""
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+    with writing(path, path.name):
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
 
 
 def _plain(value: Any) -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 from podium.algorithms import kl
 from podium.algorithms.advantage_estimators import find_advantage_estimator
 from podium.core.batch import Batch
+from podium.core.errors import ConfigError, did_you_mean
 from podium.stages.base import Stage, StepContext
 from podium.workers.advantages import column_of, estimate_advantages, place_token_rewards
 
@@ -63,6 +64,12 @@ class AdvantageStage(Stage):
 
     def __init__(self, estimator: str, **settings: Any) -> None:
         spec = find_advantage_estimator(estimator)
+        unknown = [name for name in settings if name not in spec.settings]
+        if unknown:
+            raise ConfigError(
+                f"the advantage estimator '{estimator}' has no setting '{unknown[0]}'",
+                remedy=did_you_mean(unknown[0], spec.settings),
+            )
         self.estimator, self.estimator_settings = estimator, settings
         self.reads = tuple(dict.fromkeys((*(column_of(n) for n in spec.needs), "response_mask")))
         self.writes = spec.writes

@@ -18,6 +18,10 @@ class StepContext:
     roles: Mapping[str, Any]
     group_size: int = 1
     """Responses per prompt, where a stage does not say otherwise."""
+    total_steps: int = 0
+    """Steps of the whole run."""
+    epoch: float = 0.0
+    """Passes over the data made so far."""
     metrics: Metrics = field(default_factory=Metrics)
     on_progress: Callable[[str, int, int], None] | None = None
     """Called as (stage, done, total) while a long stage works."""

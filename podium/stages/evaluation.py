@@ -38,7 +38,7 @@ class PairAccuracyStage(Stage):
 
 
 class SolvedStage(Stage):
-    """`accuracy`: the share of responses that reach a reward of at least `threshold`."""
+    """`accuracy`: the share of responses that reach a reward of at least `threshold`. One that could not be scored does not."""
 
     name = "solved"
     reads = ("rewards",)
@@ -49,5 +49,6 @@ class SolvedStage(Stage):
     def run(self, batch: Batch, context: StepContext) -> Batch:
         # Fused rewards are sums of products in fp32: a full score may miss its sum by rounding.
         solved = batch["rewards"] >= self.threshold - 1e-5
-        context.metrics.add("accuracy", float(solved.sum()), len(batch))
+        skipped = dict(context.metrics.items()).get("reward/skipped", (0.0, 0.0))[0]
+        context.metrics.add("accuracy", float(solved.sum()), len(batch) + skipped)
         return Batch()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from podium.core.batch import Batch, resolve
 from podium.core.errors import GraphError, did_you_mean
@@ -51,14 +52,27 @@ class StageGraph:
         for stage in self.order:
             started = time.perf_counter()
             result = resolve(stage.run(batch, context))
-            batch = result if stage.changes_rows else batch.with_columns({n: result[n] for n in result.names})
+            batch = result if stage.changes_rows else batch.with_columns(_declared(stage, result))
             context.metrics.add(f"time/{stage.label}", time.perf_counter() - started)
         return batch
 
     # ------------------------------------------------------------------ derivation
 
     def _available(self, column: str) -> bool:
-        return column in self.sources or column in self._writer
+        # A data set's own columns are known when it is read: `check_data`.
+        return column in self.sources or column in self._writer or column.startswith("data.")
+
+    def check_data(self, columns: Iterable[str]) -> None:
+        """Raises where a stage needs a data column that is not there. `columns` are the data set's extra ones."""
+        present = list(columns)
+        for stage in self.stages:
+            for column in stage.reads:
+                if column.startswith("data.") and column.removeprefix("data.") not in present:
+                    raise GraphError(
+                        f"stage '{stage.label}' reads '{column}', which the data set lacks",
+                        remedy="it has: " + (", ".join(f"data.{name}" for name in present) or "no extra columns"),
+                    )
+            stage.check_data(present)
 
     def _writers(self) -> dict[str, int]:
         writers: dict[str, int] = {}
@@ -115,6 +129,16 @@ class StageGraph:
             levels.append(ready)
             done.update(ready)
         return levels
+
+
+def _declared(stage: Stage, result: Batch) -> dict[str, Any]:
+    """The columns that a stage returned, which must be those it said it writes."""
+    if set(result.names) != set(stage.writes):
+        raise GraphError(
+            f"stage '{stage.label}' returned the columns {result.names}, and says that it writes {sorted(stage.writes)}",
+            remedy="return just those, or change `writes`",
+        )
+    return {name: result[name] for name in result.names}
 
 
 def describe(graph: StageGraph) -> Sequence[tuple[str, str, str, str]]:

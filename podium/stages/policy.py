@@ -57,6 +57,7 @@ class PPOStage(Stage):
         constant_length: int | None = None,
         whiten_advantages: bool = True,
     ) -> None:
+        _check_controller(kl_controller, kl_coef)
         self.controller = None
         if kl_controller != "none" and kl_coef > 0:
             self.controller = KLController(kl_controller, kl_coef=kl_coef, target=kl_target, horizon=kl_horizon)
@@ -120,10 +121,7 @@ class GRPOStage(Stage):
         constant_length: int | None = None,
         **estimator_settings: Any,
     ) -> None:
-        if kl_controller == "adaptive" and kl_coef <= 0:
-            raise ConfigError(
-                "the adaptive controller starts from kl_coef, which is 0", where="kl.coef", remedy="set kl.coef=0.05"
-            )
+        _check_controller(kl_controller, kl_coef)
         self.controller = None
         if kl_coef > 0 and kl_controller != "none":
             self.controller = KLController(kl_controller, kl_coef=kl_coef, target=kl_target, horizon=kl_horizon)
@@ -151,6 +149,11 @@ class GRPOStage(Stage):
             stages.append(LogProbStage("reference", "ref_log_probs"))
             stages.append(KLControllerStage(self.controller))
         return [*stages, AdvantageStage(self.estimator, **self.estimator_settings), UpdateStage("actor", self.policy_loss)]
+
+
+def _check_controller(kind: str, kl_coef: float) -> None:
+    if kind == "adaptive" and kl_coef <= 0:
+        raise ConfigError("the adaptive controller starts from kl_coef, which is 0", where="kl.coef", remedy="set kl.coef=0.05")
 
 
 class KLControllerStage(Stage):

@@ -52,6 +52,13 @@ class RewardStage(Stage):
             for function, weight in zip(self.functions, weights[n:], strict=True):
                 function.weight = weight
         self.roles = tuple(self.models())
+        taken = [f.name for f in self.functions if f.name in self.roles]
+        if taken:
+            raise ConfigError(
+                f"a reward function is called '{taken[0]}', as a reward model's role is",
+                where="rewards",
+                remedy="give it another name",
+            )
 
     def models(self) -> dict[str, Any]:
         return {("reward" if i == 0 else f"reward_{i + 1}"): model for i, model in enumerate(self._models)}
@@ -65,7 +72,7 @@ class RewardStage(Stage):
             ModelReward(name, _scorer(context.roles[name]), weight=weight)
             for name, weight in zip(self.models(), self._model_weights, strict=True)
         ]
-        fused, metrics = fuse(batch, [*models, *self.functions], TrainerState(context.step))
+        fused, metrics = fuse(batch, [*models, *self.functions], TrainerState(context.step, context.total_steps, context.epoch))
         context.metrics.merge(metrics)
         return fused
 

@@ -56,7 +56,11 @@ class RolloutStage(Stage):
         return {"actor": self.model} if self.model is not None else {}
 
     def settings(self) -> dict[str, Any]:
-        given = {"rollout.max_new_tokens": self.max_length, "batch.group_size": self.group_size}
+        given = {
+            "rollout.max_new_tokens": self.max_length,
+            "rollout.temperature": self.temperature,
+            "batch.group_size": self.group_size,
+        }
         return {key: value for key, value in given.items() if value is not None}
 
     def run(self, batch: Batch, context: StepContext) -> Batch:

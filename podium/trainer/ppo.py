@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from podium.core.config import load_yaml
@@ -12,6 +13,9 @@ from podium.trainer.trainer import Trainer
 class PPOTrainer(Trainer):
     """`Trainer` whose recipe is PPO, whatever the settings say of the algorithm."""
 
-    def __init__(self, config: Mapping[str, Any] | str, **given: Any) -> None:
-        values = load_yaml(config) if isinstance(config, str) else dict(config)
+    def __init__(
+        self, config: Mapping[str, Any] | str | Path | None = None, *, config_path: str | Path | None = None, **given: Any
+    ) -> None:
+        source = config if config is not None else config_path
+        values = load_yaml(source) if isinstance(source, str | Path) else dict(source or {})
         super().__init__(config={**values, "algorithm": "ppo"}, **given)

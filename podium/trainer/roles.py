@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from podium.algorithms.base import Loss
 from podium.controller.worker_group import Executor, RoleHandle
 from podium.core.errors import ConfigError
-from podium.core.settings import OnlineSettings, OptimizerSettings, RecipeSettings, RolloutSettings
+from podium.core.settings import OptimizerSettings, RecipeSettings, RolloutSettings
 from podium.engines.base import SamplingParams
 from podium.engines.rollout import create_rollout_engine
 from podium.engines.train import TRAIN_ENGINES
@@ -34,17 +34,25 @@ def sampling_of(rollout: RolloutSettings) -> SamplingParams:
 
 @dataclass(frozen=True)
 class RoleNeeds:
-    """Which roles to build, in order, and the losses of those that train."""
+    """Which roles to build, in order; what those that train minimise, and in how many updates."""
 
     roles: list[str]
     losses: dict[str, Loss]
+    updates: dict[str, int]
+    samples: bool
+    """Training is on samples of the actor, so its log-probs are at the sampling temperature."""
 
     @classmethod
-    def of(cls, graphs: Sequence[StageGraph]) -> RoleNeeds:
-        """What several graphs (training, evaluation) need together."""
-        roles = list(dict.fromkeys(role for graph in graphs for role in graph.roles))
-        updates = [stage for graph in graphs for stage in graph.stages if isinstance(stage, UpdateStage)]
-        return cls(roles, {stage.roles[0]: stage.make_loss() for stage in updates})
+    def of(cls, training: StageGraph, evaluation: StageGraph | None, steps: int, updates_per_step: int) -> RoleNeeds:
+        """What training and evaluation need together."""
+        roles = [*training.roles, *(evaluation.roles if evaluation else ())]
+        stages = [stage for stage in training.stages if isinstance(stage, UpdateStage)]
+        return cls(
+            list(dict.fromkeys(roles)),
+            {stage.roles[0]: stage.make_loss() for stage in stages},
+            {stage.roles[0]: max(1, steps - stage.skip_steps) * updates_per_step for stage in stages},
+            any("rollout_log_probs" in stage.writes for stage in training.stages),
+        )
 
 
 class Roles:
@@ -67,6 +75,7 @@ class Roles:
     def build(self, needs: RoleNeeds, *, generates: bool) -> dict[str, RoleHandle]:
         """A handle for every role needed; optimizers for those that train."""
         # The reference copies the actor's starting weights, so it is made from the same source, never from a trained actor.
+        self.needs = needs
         makers = {name: self._maker(name, needs.losses.get(name), generates) for name in needs.roles}
         return {name: self.executor.launch(name, make) for name, make in makers.items()}
 
@@ -92,7 +101,7 @@ class Roles:
         if generates:
             options = {"max_concurrent": rollout_settings.max_concurrent, **rollout_settings.backend_options}
             rollout = create_rollout_engine(rollout_settings.engine, model, self.tokenizer, **options)
-        engine = self._engine(ActorModel(model, temperature=rollout_settings.temperature or 1.0), loss)
+        engine = self._engine("actor", ActorModel(model, temperature=self._temperature()), loss)
         return ActorWorker(engine, rollout, sampling_of(rollout_settings), self.tokenizer, **self._minibatching(loss))
 
     def _reference(self) -> Any:
@@ -104,7 +113,7 @@ class Roles:
         else:
             model = self._causal_lm("reference", path or self._actor_path())
         model.requires_grad_(False)
-        return ReferenceWorker(self._engine(ActorModel(model, temperature=self._rollout().temperature or 1.0), None))
+        return ReferenceWorker(self._engine("reference", ActorModel(model, temperature=self._temperature()), None))
 
     def _critic(self, loss: Loss | None) -> Any:
         from podium.workers.critic import CriticWorker
@@ -117,7 +126,7 @@ class Roles:
         else:
             model = CriticModel.from_causal_lm(copy.deepcopy(_unwrap(self.given["actor"])))
         optimizer = getattr(self.settings, "critic", None) or self.settings.optimizer
-        return CriticWorker(self._engine(model.to(self.device), loss, optimizer), **self._minibatching(loss))
+        return CriticWorker(self._engine("critic", model.to(self.device), loss, optimizer), **self._minibatching(loss))
 
     def _reward(self, role: str, loss: Loss | None) -> Any:
         from podium.workers.reward import RewardWorker
@@ -135,18 +144,17 @@ class Roles:
             model = RewardModel.from_causal_lm(_unwrap(self.given["actor"]))
         else:
             raise ConfigError(f"the role '{role}' has no model", where="model.reward_path", remedy="set model.reward_path")
-        engine = self._engine(model.to(self.device), loss)
+        engine = self._engine(role, model.to(self.device), loss)
         return RewardWorker(engine, tokenizer=tokenizer, policy_tokenizer=self.tokenizer, **self._minibatching(loss))
 
     # ------------------------------------------------------------------ pieces
 
-    def _engine(self, model: Any, loss: Loss | None, optimizer: OptimizerSettings | None = None) -> Any:
-        batch, steps = self.settings.batch, self.settings.run.steps
+    def _engine(self, role: str, model: Any, loss: Loss | None, optimizer: OptimizerSettings | None = None) -> Any:
         return TRAIN_ENGINES.get("single")(
             model,
             optimizer=(optimizer or self.settings.optimizer) if loss is not None else None,
-            microbatch_tokens=batch.microbatch_tokens,
-            total_updates=steps * batch.updates_per_step,
+            microbatch_tokens=self.settings.batch.microbatch_tokens,
+            total_updates=self.needs.updates.get(role),
         )
 
     def _causal_lm(self, role: str, path: str | None) -> Any:
@@ -176,8 +184,12 @@ class Roles:
         model = self.settings.model
         return load_tokenizer(self._actor_path(), chat_template=model.chat_template, trust_remote_code=model.trust_remote_code)
 
+    def _temperature(self) -> float:
+        """The temperature of the log-probs: that of the samples; 1 for given text, and for greedy samples."""
+        return (self._rollout().temperature or 1.0) if self.needs.samples else 1.0
+
     def _rollout(self) -> RolloutSettings:
-        return self.settings.rollout if isinstance(self.settings, OnlineSettings) else RolloutSettings()
+        return getattr(self.settings, "rollout", None) or RolloutSettings()
 
     def _minibatching(self, loss: Loss | None) -> dict[str, Any]:
         batch = self.settings.batch

@@ -19,7 +19,7 @@ from podium.core.config import apply_overrides, dump_yaml, load_yaml, parse
 from podium.core.errors import CheckpointError, ConfigError, GraphError
 from podium.core.metrics import Metrics
 from podium.core.seeding import seed_everything
-from podium.core.settings import OnlineSettings, RecipeSettings
+from podium.core.settings import RecipeSettings, StagesSettings
 from podium.data.loader import Loader
 from podium.engines.rollout import ROLLOUT_ENGINES
 from podium.engines.train import TRAIN_ENGINES
@@ -36,6 +36,7 @@ from podium.trainer.evaluation import EVALUATION_STEP, evaluation_stages
 from podium.trainer.interrupt import InterruptGuard, StopRequested
 from podium.trainer.recipe import SOURCES, DataKind, find_recipe, read_settings
 from podium.trainer.roles import RoleNeeds, Roles
+from podium.workers.base import parts_of
 
 
 @dataclass
@@ -173,8 +174,9 @@ class Trainer:
         for line in data.lines:
             note(line)
         self._held_out = data.held_out
-        for stage in (*self.graph.stages, *self.evaluation.stages):
-            stage.check_data(data.train.extras())
+        graphs = [self.graph, self.evaluation] if self._held_out is not None else [self.graph]
+        for graph in graphs:
+            graph.check_data(data.train.extras())
         rows = settings.batch.prompts_per_step
         self.loader = Loader(
             data.train,
@@ -183,9 +185,10 @@ class Trainer:
             seed=settings.run.seed,
             unit=2 if self.kind == "preferences" else 1,
         )
-        graphs = [self.graph, self.evaluation] if self._held_out is not None else [self.graph]
         generates = any("rollout_log_probs" in stage.writes for g in graphs for stage in g.stages)
-        self.roles = roles.build(RoleNeeds.of(graphs), generates=generates)
+        evaluation = self.evaluation if self._held_out is not None else None
+        needs = RoleNeeds.of(self.graph, evaluation, settings.run.steps, self._updates_per_step())
+        self.roles = roles.build(needs, generates=generates)
         if generates:
             _check_longest(self.roles["actor"], [b for b in (data.train, data.held_out) if b is not None])
         for label, column in self.graph.missing_optional():
@@ -216,6 +219,12 @@ class Trainer:
 
     # ------------------------------------------------------------------ before the first step
 
+    def _updates_per_step(self) -> int:
+        """Optimizer updates that a trained role makes in a step."""
+        batch = self.settings.batch
+        rows = batch.prompts_per_step * {"prompts": batch.group_size, "supervised": 1, "preferences": 2}[self.kind]
+        return batch.epochs * parts_of(rows, batch.minibatch_sequences, rows)
+
     def _check(self, model_names: Iterable[str] | None) -> None:
         engines = set(ROLLOUT_ENGINES)
         trains = set(TRAIN_ENGINES)
@@ -238,8 +247,8 @@ class Trainer:
                     where="model_names",
                     remedy="roles here: " + ", ".join(self.graph.roles),
                 )
-        if isinstance(self.settings, OnlineSettings) and "actor" in self.graph.roles:
-            ROLLOUT_ENGINES.get(self.settings.rollout.engine)()
+        if (rollout := getattr(self.settings, "rollout", None)) is not None and "actor" in self.graph.roles:
+            ROLLOUT_ENGINES.get(rollout.engine)()
 
     def _new_run(self) -> RunFolder:
         settings = self.settings.run
@@ -303,7 +312,14 @@ class Trainer:
             guard.check()  # a rollout can be given up: it changed nothing that a resumed step needs
             progress.stage(stage, done, total)
 
-        context = StepContext(self.step, self.roles, self.settings.batch.group_size, on_progress=report)
+        context = StepContext(
+            self.step,
+            self.roles,
+            self.settings.batch.group_size,
+            self.settings.run.steps,
+            self.loader.epoch,
+            on_progress=report,
+        )
         try:
             batch = self.graph.run(self.loader.next_batch(), context)
         except StopRequested:
@@ -378,7 +394,7 @@ def _settings(config: Any, stages: Sequence[Stage] | None) -> RecipeSettings:
         return read_settings(values, where=where)
     given = [f"{key}={value}" for stage in stages for key, value in stage.settings().items()]
     values = {"algorithm": "custom", **apply_overrides(values, given)}
-    return parse(OnlineSettings, values, where)
+    return parse(StagesSettings, values, where)
 
 
 def _data_kind(stages: Sequence[Stage]) -> DataKind:

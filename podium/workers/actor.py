@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 
+from podium.algorithms.base import Loss
 from podium.controller.dispatch import dispatch
 from podium.core.batch import Batch
+from podium.core.errors import ConfigError
 from podium.core.metrics import Metrics
 from podium.core.seeding import derive_seed
 from podium.engines.base import Request, RolloutEngine, SamplingParams, TrainEngine
@@ -56,7 +58,7 @@ class ActorWorker(TrainedRole):
             group_size: responses per prompt; they share a `group_id`.
             step: what the samples' seeds are derived from, besides the run's seed, the row and the index in the group;
                 by default the number of calls so far.
-            temperature: instead of the role's own; 0 is greedy.
+            temperature: instead of the role's own, for measuring (0 is greedy): training's log-probs are at the role's.
 
         Returns:
             `len(prompts) * group_size` rows, a group's together, with `response_ids`, `response_mask`, `loss_mask`,
@@ -95,14 +97,28 @@ class ActorWorker(TrainedRole):
     def update_policy(self, batch: Batch, loss: Any = None) -> Metrics:
         """Updates the policy on `advantages` (and what else its loss names), then hands the weights to the rollout.
 
-        `old_log_probs` are computed here where the loss needs them and the batch has none.
+        `old_log_probs` are computed here where the loss needs them and the batch has none. Raises ConfigError where that is
+        too late: the batch was sampled from older weights than the actor has now.
         """
         loss = loss or self.loss
+        fresh = "policy_version" not in batch or bool((batch["policy_version"] == self.engine.policy_version).all())
+        if loss is not None and loss.otherwise is not None and not (fresh and self._only_update(batch, loss)):
+            loss = loss.otherwise
         if loss is not None and "old_log_probs" in loss.columns and "old_log_probs" not in batch:
+            if not fresh:
+                raise ConfigError(
+                    f"the batch was sampled at version {int(batch['policy_version'].min())} of the actor, which is now at "
+                    f"{self.engine.policy_version}, and has no old_log_probs",
+                    where="update_policy",
+                    remedy="before the first update: batch = batch.union(actor.compute_log_probs(batch))",
+                )
             batch = batch.union(self.compute_log_probs(batch))
         metrics = super().update(batch, loss)
         self._hand_over()
         return metrics
+
+    def _only_update(self, batch: Batch, loss: Loss) -> bool:
+        return "old_log_probs" not in batch and self.updates_on(batch, loss) == 1
 
     @dispatch("rows")
     def update(self, batch: Batch, loss: Any = None) -> Metrics:

@@ -8,6 +8,7 @@ from podium.algorithms import kl
 from podium.algorithms.advantage_estimators import find_advantage_estimator
 from podium.core import schema
 from podium.core.batch import Batch, Ragged, resolve
+from podium.core.errors import ConfigError
 
 
 def place_token_rewards(batch: Batch, *, kl_coef: float = 0.0, kl_estimator: str = "k1") -> Batch:
@@ -24,7 +25,7 @@ def place_token_rewards(batch: Batch, *, kl_coef: float = 0.0, kl_estimator: str
     out = batch.padded("step_rewards").clone() if "step_rewards" in batch else mask.float() * 0.0
     has = mask.any(dim=1)
     last = mask.shape[1] - 1 - mask.flip(1).float().argmax(dim=1)
-    rows = has.nonzero()[:, 0]
+    rows = has.nonzero()[:, 0]  # none where every response is empty
     out[rows, last[rows]] += batch["rewards"][rows]
     if kl_coef > 0:
         behaviour = "old_log_probs" if "old_log_probs" in batch else "rollout_log_probs"
@@ -45,6 +46,10 @@ def estimate_advantages(batch: Any, *, estimator: str = "gae", kl_coef: float = 
     """
     batch = resolve(batch)
     spec = find_advantage_estimator(estimator)
+    if kl_coef and ("token_rewards" not in spec.needs or "token_rewards" in batch):
+        unused = "token_rewards" not in spec.needs
+        why = "reads no token rewards" if unused else "is given token rewards that are placed already"
+        raise ConfigError(f"kl_coef={kl_coef} has no place: the estimator '{estimator}' {why}", where="estimate_advantages")
     if "token_rewards" in spec.needs and "token_rewards" not in batch:
         batch = batch.union(place_token_rewards(batch, kl_coef=kl_coef))
     inputs = {name: batch.padded(column_of(name)) for name in spec.needs}

@@ -23,17 +23,23 @@ def minibatches(batch: Batch, sequences: int, *, seed: int | None, unit: str | N
     """
     if not len(batch):
         return
-    if sequences == 0 or sequences >= len(batch):
-        yield batch
-        return
     ids = batch[unit] if unit else torch.arange(len(batch))
     _, unit_of_row = torch.unique(ids, return_inverse=True)
     units = int(unit_of_row.max()) + 1
+    parts = parts_of(len(batch), sequences, units)
+    if parts == 1:
+        yield batch
+        return
     order = torch.arange(units)
     if seed is not None:
         order = torch.randperm(units, generator=torch.Generator().manual_seed(seed))
-    for part in torch.tensor_split(order, max(1, round(len(batch) / sequences))):
+    for part in torch.tensor_split(order, parts):
         yield batch.index(torch.isin(unit_of_row, part))
+
+
+def parts_of(rows: int, sequences: int, units: int) -> int:
+    """How many minibatches of about `sequences` rows (0: all) `rows` make, none without a unit."""
+    return 1 if sequences == 0 else max(1, min(units, round(rows / sequences)))
 
 
 class TrainedRole:
@@ -78,6 +84,11 @@ class TrainedRole:
             for part in minibatches(batch, self.minibatch_sequences, seed=seed, unit=loss.keep_together):
                 metrics.merge(self.engine.update(part, loss))
         return metrics
+
+    def updates_on(self, batch: Batch, loss: Loss) -> int:
+        """How many optimizer updates `update` makes on these rows."""
+        units = len(torch.unique(batch[loss.keep_together])) if loss.keep_together else len(batch)
+        return self.epochs * parts_of(len(batch), self.minibatch_sequences, units)
 
     @dispatch("first")
     def state_dict(self) -> dict[str, Any]:

@@ -25,14 +25,22 @@ class RewardWorker(TrainedRole):
 
     @dispatch("rows")
     def score(self, batch: Batch, name: str = "rewards") -> Batch:
-        """The model's score of each row's prompt and response, as the sequence column `name`."""
-        scored = batch if self._same else self._retokenised(batch)
+        """The model's score of each row's prompt and response, as the sequence column `name`.
+
+        It was trained on answers that end: a response that was cut is closed with the end token before it is judged.
+        """
+        scored = self._closed(batch) if self._same else self._retokenised(batch)
         return Batch({name: self.engine.compute(scored, ("scores",))["scores"]})
 
     @dispatch("rows")
     def get_reward(self, batch: Batch) -> Batch:
         """The same as `score`, by the name that other programs use."""
         return self.score(batch)
+
+    def _closed(self, batch: Batch) -> Batch:
+        end = self.tokenizer.eos_token_id
+        rows = [row if row[-1:] == [end] else [*row, end] for row in batch["response_ids"].to_list()]
+        return Batch({"prompt_ids": batch["prompt_ids"], "response_ids": rows})
 
     def _retokenised(self, batch: Batch) -> Batch:
         """Prompt and response through text into this model's tokens; special tokens are the policy's own and are left out,

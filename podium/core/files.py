@@ -1,0 +1,21 @@
+"""Writing files, and what a full or broken disk says to the user."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from podium.core.errors import CheckpointError
+
+
+@contextmanager
+def writing(path: str | Path, what: str, remedy: str = "free disk space, or check that the folder can be written to") -> Iterator[None]:
+    """Turns what goes wrong while `path` is written (disk full, quota, no permission) into a CheckpointError."""
+    from safetensors import SafetensorError  # its own error, no OSError, for the same disk
+
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise CheckpointError(f"could not write {what}: {reason}", where=str(path), remedy=remedy) from error
