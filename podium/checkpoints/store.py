@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 
 from podium.core.errors import CheckpointError
+from podium.core.files import writing
 
 FORMAT = 1
 _TENSOR, _SAME = "@tensor", "@same"
+_ASIDE = ".replaced_"
 
 
 class CheckpointStore:
@@ -35,32 +37,55 @@ class CheckpointStore:
         self.folder, self.keep, self.note = Path(folder), keep, note
 
     def save(self, step: int, state: dict[str, Any]) -> Path:
-        """Writes the state after `step` steps. A crash at any point leaves the older checkpoints whole."""
+        """Writes the state after `step` steps. A crash at any point leaves the older checkpoints whole, and a checkpoint of
+        the same step there until the new one is.
+
+        Raises CheckpointError where it cannot be written.
+        """
         final = self.folder / f"step_{step:06d}"
         beside = self.folder / f".writing_{final.name}_{os.getpid()}"
         shutil.rmtree(beside, ignore_errors=True)
-        beside.mkdir(parents=True)
         try:
-            files = [self._write(beside, key, value) for key, value in state.items()]
-            manifest = {"format": FORMAT, "step": step, "files": {n: d for pair in files for n, d in pair.items()}}
-            _write_text(beside / "manifest.json", json.dumps(manifest, indent=1))
-            if final.exists():
-                shutil.rmtree(final)
-            os.replace(beside, final)
-            _sync_folder(self.folder)
-        except OSError as error:
+            with writing(final, f"the checkpoint of step {step}", "free disk space; the older checkpoints are untouched"):
+                beside.mkdir(parents=True)
+                files = [self._write(beside, key, value) for key, value in state.items()]
+                manifest = {"format": FORMAT, "step": step, "files": {n: d for pair in files for n, d in pair.items()}}
+                _write_text(beside / "manifest.json", json.dumps(manifest, indent=1))
+                self._put(beside, final)
+                _sync_folder(self.folder)
+        except BaseException:
             shutil.rmtree(beside, ignore_errors=True)
-            raise CheckpointError(
-                f"could not write the checkpoint of step {step}: {error}",
-                where=str(final),
-                remedy="free disk space; the older checkpoints are untouched",
-            ) from error
+            raise
         self._prune()
         return final
 
+    def _put(self, beside: Path, final: Path) -> None:
+        """Gives a whole new folder its name; a folder that has it is moved aside first, and back where that fails."""
+        aside = self.folder / f"{_ASIDE}{final.name}"
+        if final.exists():
+            shutil.rmtree(aside, ignore_errors=True)
+            os.replace(final, aside)
+        try:
+            os.replace(beside, final)
+        except BaseException:
+            self._recover()
+            raise
+        shutil.rmtree(aside, ignore_errors=True)
+
+    def _recover(self) -> None:
+        """Gives back its name to what a crash between two renames left aside."""
+        for aside in self.folder.glob(f"{_ASIDE}step_*"):
+            final = self.folder / aside.name.removeprefix(_ASIDE)
+            if not final.exists():
+                aside.rename(final)
+
     def load(self, path: Path | None = None) -> tuple[int, dict[str, Any]]:
-        """(step, state) of the newest whole checkpoint, or of `path`. Raises CheckpointError when there is none."""
-        candidates = [path] if path is not None else sorted(self.folder.glob("step_*"), reverse=True)
+        """(step, state) of the newest whole checkpoint, or of `path`. Raises CheckpointError when there is none.
+
+        Damaged ones that were passed over are renamed to `damaged_step_...`, so that they count no more.
+        """
+        self._recover()
+        candidates = [path] if path is not None else self._folders()[::-1]
         for candidate in candidates:
             problem = verify(candidate)
             if problem is None:
@@ -68,11 +93,28 @@ class CheckpointStore:
                 keys = sorted({name.partition(".")[0] for name in manifest["files"]})
                 return manifest["step"], {key: _read(candidate, key) for key in keys}
             self.note(f"checkpoint {candidate.name} is damaged ({problem}); trying an older one")
+            if path is None:
+                self._set_aside(candidate)
         raise CheckpointError("no usable checkpoint", where=str(path or self.folder), remedy="start without --resume")
 
     def steps(self) -> list[int]:
-        """Steps that have a checkpoint, oldest first."""
-        return sorted(int(p.name.removeprefix("step_")) for p in self.folder.glob("step_*"))
+        """Steps that have a whole checkpoint (its files are there, in their sizes), oldest first."""
+        return [int(p.name.removeprefix("step_")) for p in self._whole()]
+
+    def _whole(self) -> list[Path]:
+        return [p for p in self._folders() if verify(p, checksums=False) is None]
+
+    def _folders(self) -> list[Path]:
+        found = [p for p in self.folder.glob("step_*") if p.name.removeprefix("step_").isdecimal()]
+        return sorted(found, key=lambda p: int(p.name.removeprefix("step_")))
+
+    def _set_aside(self, damaged: Path) -> None:
+        target = damaged.with_name(f"damaged_{damaged.name}")
+        shutil.rmtree(target, ignore_errors=True)
+        try:
+            damaged.rename(target)
+        except OSError as error:
+            self.note(f"could not rename {damaged.name}: {error.strerror}")
 
     def _write(self, folder: Path, key: str, value: Any) -> dict[str, dict[str, Any]]:
         from safetensors.torch import save_file
@@ -88,25 +130,29 @@ class CheckpointStore:
         return {name: {"sha256": _digest(folder / name), "bytes": (folder / name).stat().st_size} for name in names}
 
     def _prune(self) -> None:
-        good = [p for p in sorted(self.folder.glob("step_*"), reverse=True) if (p / "manifest.json").is_file()]
-        for old in good[self.keep :]:
+        """Removes whole checkpoints beyond the `keep` newest, and what broken saves left. One was written just now."""
+        self._recover()
+        for old in self._whole()[: -max(1, self.keep)]:
             shutil.rmtree(old, ignore_errors=True)
-        for left in self.folder.glob(".writing_*"):
+        for left in (*self.folder.glob(".writing_*"), *self.folder.glob(f"{_ASIDE}*")):
             shutil.rmtree(left, ignore_errors=True)
 
 
-def verify(folder: Path) -> str | None:
-    """What is wrong with a checkpoint (missing manifest, file, or checksum), or None."""
+def verify(folder: Path, *, checksums: bool = True) -> str | None:
+    """What is wrong with a checkpoint (missing manifest, file, size, or checksum), or None. Checksums read every byte."""
     try:
         manifest = json.loads((folder / "manifest.json").read_text())
-    except (OSError, ValueError):
+        format, files = manifest["format"], manifest["files"]
+    except (OSError, ValueError, KeyError, TypeError):
         return "no readable manifest"
-    if manifest.get("format") != FORMAT:
-        return f"format {manifest.get('format')}, this version reads {FORMAT}"
-    for name, entry in manifest["files"].items():
+    if format != FORMAT:
+        return f"format {format}, this version reads {FORMAT}"
+    for name, entry in files.items():
         if not (folder / name).is_file():
             return f"{name} is missing"
-        if (folder / name).stat().st_size != entry["bytes"] or _digest(folder / name) != entry["sha256"]:
+        if (folder / name).stat().st_size != entry["bytes"]:
+            return f"{name} has another size"
+        if checksums and _digest(folder / name) != entry["sha256"]:
             return f"{name} does not match its checksum"
     return None
 

@@ -104,16 +104,19 @@ def _load(text: str, name: str) -> Any:
         root = loader.get_single_node()
         if root is None:
             return None
-        _refuse_twice(root, name)
+        _refuse_twice(root, name, set())
         return loader.construct_document(root)
     finally:
         loader.dispose()
 
 
-def _refuse_twice(node: yaml.Node, name: str) -> None:
+def _refuse_twice(node: yaml.Node, name: str, seen: set[int]) -> None:
+    if id(node) in seen:  # an anchor's node is met at each of its aliases
+        return
+    seen.add(id(node))
     if isinstance(node, yaml.SequenceNode):
         for item in node.value:
-            _refuse_twice(item, name)
+            _refuse_twice(item, name, seen)
     if not isinstance(node, yaml.MappingNode):
         return
     lines: dict[str, int] = {}
@@ -127,7 +130,7 @@ def _refuse_twice(node: yaml.Node, name: str) -> None:
                     remedy="keep one of them",
                 )
             lines[key.value] = line
-        _refuse_twice(value, name)
+        _refuse_twice(value, name, seen)
 
 
 def _scalar(raw: str) -> Any:

@@ -10,7 +10,9 @@ from podium.core.errors import CheckpointError
 
 
 @contextmanager
-def writing(path: str | Path, what: str, remedy: str = "free disk space, or check that the folder can be written to") -> Iterator[None]:
+def writing(
+    path: str | Path, what: str, remedy: str = "free disk space, or check that the folder can be written to"
+) -> Iterator[None]:
     """Turns what goes wrong while `path` is written (disk full, quota, no permission) into a CheckpointError."""
     from safetensors import SafetensorError  # its own error, no OSError, for the same disk
 

@@ -80,8 +80,8 @@ class Loader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on exactly where `state` was taken. Raises CheckpointError where the data or its order is another."""
         for name, now in self._identity().items():
-            if state.get(name) != now:
-                what = f"the data's {name} is {now}, the checkpoint was made with {state.get(name)}"
+            if state.get(name, now) != now:
+                what = f"the data's {name} is {now}, the checkpoint was made with {state[name]}"
                 raise CheckpointError(
                     "the data's rows are others than those the checkpoint was made with" if name == "content" else what,
                     where="data",
@@ -99,8 +99,7 @@ class Loader:
         """A hash of the token columns: as many other rows are another data set."""
         digest = hashlib.sha256()
         for name in ("prompt_ids", "response_ids"):
-            column = self.batch[name] if name in self.batch else None
-            if isinstance(column, Ragged):
+            if name in self.batch and isinstance(column := self.batch[name], Ragged):
                 for part in (column.offsets, column.values):
                     digest.update(part.cpu().contiguous().numpy().tobytes())
         return digest.hexdigest()

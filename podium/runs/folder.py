@@ -188,7 +188,7 @@ def latest_run(root: str | Path, name: str | None = None, *, algorithm: str | No
     elif algorithm is not None:
         pattern = rf"{re.escape(algorithm)}-\d{{8}}-\d{{6}}(-\d+)?"
     found = [p.parent for p in Path(root).glob("*/settings.yaml") if re.fullmatch(pattern, p.parent.name)]
-    runs = [run for run in found if any((run / "checkpoints").glob("*step_*/manifest.json"))]
+    runs = [run for run in found if any((run / "checkpoints").glob("step_*/manifest.json"))]
     return RunFolder(max(runs, key=_touched)) if runs else None
 
 

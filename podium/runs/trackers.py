@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,6 +32,24 @@ Opener = Callable[[RunFolder, Mapping[str, Any], int | None], Tracker]
 """Makes a tracker from the run, its resolved settings, and the step it resumes from (None: it starts)."""
 
 trackers: Registry[Opener] = Registry("tracker")
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Raises ConfigError for a name that is no tracker."""
+    for name in names:
+        trackers.get(name)
+
+
+def check_packages(names: Iterable[str]) -> None:
+    """Raises ResourceError where the package of a tracker is not installed; nothing is imported."""
+    for name in names:
+        needs = getattr(trackers.get(name), "needs", None)
+        if needs is not None and not _installed(needs[0]):
+            raise _missing(*needs[1:])
+
+
+def _installed(module: str) -> bool:
+    return sys.modules[module] is not None if module in sys.modules else find_spec(module) is not None
 
 
 def open_trackers(
@@ -63,17 +83,22 @@ def _load(module: str, package: str, install: str) -> Any:
     try:
         return import_module(module)
     except ImportError as error:
-        raise ResourceError(
-            f"the package '{package}' is not installed ({error})", where="run.trackers", remedy=f"pip install {install}"
-        ) from None
+        raise _missing(package, install, f" ({error})") from None
+
+
+def _missing(package: str, install: str, why: str = "") -> ResourceError:
+    what = f"the package '{package}' is not installed{why}"
+    return ResourceError(what, where="run.trackers", remedy=f"pip install {install}")
 
 
 @trackers.register("tensorboard")
 class TensorBoardTracker:
     """Event files in the run folder's `tensorboard/`. On resume, what came after `resume_step` is purged."""
 
+    needs = ("tensorboardX", "tensorboardX", "tensorboardX")
+
     def __init__(self, run: RunFolder, settings: Mapping[str, Any], resume_step: int | None = None) -> None:
-        module = _load("tensorboardX", "tensorboardX", "tensorboardX")
+        module = _load(*self.needs)
         # Without the suffix, a run resumed within the second would write into the first one's file.
         suffix, purge = ("", None) if resume_step is None else (f".from{resume_step}", resume_step + 1)
         self._writer = module.SummaryWriter(str(run.path / "tensorboard"), purge_step=purge, filename_suffix=suffix)
@@ -91,8 +116,10 @@ class TensorBoardTracker:
 class WandbTracker:
     """A Weights & Biases run with the run folder's name, in the project that WANDB_PROJECT names (else `podium`)."""
 
+    needs = ("wandb", "wandb", "'podium[tracking]'")
+
     def __init__(self, run: RunFolder, settings: Mapping[str, Any], resume_step: int | None = None) -> None:
-        wandb = _load("wandb", "wandb", "'podium[tracking]'")
+        wandb = _load(*self.needs)
         known = _recall(run, "wandb") if resume_step is not None else None
         self._run = wandb.init(
             project=_environment("WANDB_PROJECT", "podium"),
@@ -115,8 +142,10 @@ class WandbTracker:
 class MLflowTracker:
     """An MLflow run with the run folder's name, on the server that MLFLOW_TRACKING_URI names (else MLflow's default)."""
 
+    needs = ("mlflow", "mlflow", "'podium[tracking]'")
+
     def __init__(self, run: RunFolder, settings: Mapping[str, Any], resume_step: int | None = None) -> None:
-        self._mlflow = _load("mlflow", "mlflow", "'podium[tracking]'")
+        self._mlflow = _load(*self.needs)
         known = _recall(run, "mlflow") if resume_step is not None else None
         self._mlflow.set_experiment(_environment("MLFLOW_EXPERIMENT_NAME", "podium"))
         started = self._mlflow.start_run(run_id=known, run_name=None if known else run.name)

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
+
+STOPPING = "stopping at the next border; Ctrl-C again stops at once"
+SAVING = "saving all state; this ends by itself"
 
 
 class StopRequested(Exception):
@@ -13,13 +19,17 @@ class StopRequested(Exception):
 
 
 class InterruptGuard:
-    """While active, the first SIGINT or SIGTERM sets `requested`; the second interrupts at once.
+    """While active, the first SIGINT or SIGTERM sets `requested` and says so; the second interrupts at once.
 
     Only the main thread can take signals; elsewhere the guard does nothing.
+
+    Args:
+        say: shows a line to the user.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, say: Callable[[str], None] = lambda text: None) -> None:
         self.requested = False
+        self._say, self._saving = say, False
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> InterruptGuard:
@@ -33,11 +43,27 @@ class InterruptGuard:
             signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.requested:
+        again, self.requested = self.requested, True
+        if again and not self._saving:
             raise KeyboardInterrupt
-        self.requested = True
+        self._acknowledge(SAVING if self._saving else STOPPING)
+
+    def _acknowledge(self, text: str) -> None:
+        try:
+            self._say(text)
+        except RuntimeError:  # the signal came in the middle of a write to the same stream
+            os.write(2, f"{text}\n".encode())
 
     def check(self) -> None:
         """Raises StopRequested where a stop was asked for."""
         if self.requested:
             raise StopRequested
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Inside, no signal interrupts: a save that is given up half-way would lose what it was to keep."""
+        self._saving = True
+        try:
+            yield
+        finally:
+            self._saving = False

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from podium.core.config import load_yaml
-from podium.trainer.trainer import Trainer
+from podium.trainer.trainer import Trainer, one_source
 
 
 class PPOTrainer(Trainer):
@@ -16,6 +16,6 @@ class PPOTrainer(Trainer):
     def __init__(
         self, config: Mapping[str, Any] | str | Path | None = None, *, config_path: str | Path | None = None, **given: Any
     ) -> None:
-        source = config if config is not None else config_path
+        source = one_source(config, config_path)
         values = load_yaml(source) if isinstance(source, str | Path) else dict(source or {})
         super().__init__(config={**values, "algorithm": "ppo"}, **given)

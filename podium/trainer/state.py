@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
 
 from podium.checkpoints.store import rng_state, set_rng_state
 from podium.core.errors import CheckpointError
@@ -16,11 +20,76 @@ FREE = ("run.", "checkpoint.", "evaluation.")
 FIXED = ("run.seed",)
 
 
-def capture(trainer: Trainer) -> dict[str, Any]:
-    """Everything that the next step depends on: roles, stages, data position, generators, step."""
+@dataclass
+class Record:
+    """What the run has measured so far, in all its parts; it is kept with the state, so a resumed run knows it."""
+
+    metrics: dict[str, float] = field(default_factory=dict)
+    """The last step's."""
+    before: dict[str, float] | None = None
+    after: dict[str, float] | None = None
+    evaluated: int = 0
+    """The step after which `after` was measured: where one was due later, it is still owed."""
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Border:
+    """A run between two steps: a copy of all state but the roles' weights, and how to see that these are still the same."""
+
+    state: dict[str, Any]
+    weights: dict[str, Any]
+
+    @classmethod
+    def of(cls, trainer: Trainer) -> Border:
+        state = {
+            "trainer": {
+                "step": trainer.step,
+                "loader": trainer.loader.state_dict(),
+                "rng": rng_state(),
+                "record": asdict(trainer.record),
+            },
+            "stages": stage_states(trainer),
+        }
+        return cls(state, _weights_mark(trainer))
+
+    @property
+    def step(self) -> int:
+        """Steps done."""
+        return self.state["trainer"]["step"]
+
+    def holds(self, trainer: Trainer) -> bool:
+        """No trained role's weights or optimizer state have changed since."""
+        return _weights_mark(trainer) == self.weights
+
+    def return_to(self, trainer: Trainer) -> None:
+        """Puts everything but the weights back."""
+        _restore_border(trainer, self.state)
+
+
+def stage_states(trainer: Trainer) -> dict[str, Any]:
+    """A copy of each stage's state, by label."""
+    return {stage.label: copy.deepcopy(stage.state_dict()) for stage in trainer.graph.stages}
+
+
+def _weights_mark(trainer: Trainer) -> dict[str, Any]:
+    """Update counts, and torch's own count of writes to each tensor: an update that broke off half-way shows too."""
+    return {name: _mark(handle.state_dict().result()) for name, handle in trainer.trained_roles().items()}
+
+
+def _mark(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return 0 if value.is_inference() else value._version
+    if isinstance(value, Mapping):
+        # What an actor has generated and what was skipped say nothing of its weights.
+        return {k: _mark(v) for k, v in value.items() if k not in ("calls", "skipped")}
+    return value
+
+
+def capture(trainer: Trainer, border: Border) -> dict[str, Any]:
+    """Everything that the next step depends on: roles, stages, data position, generators, step; and the run's record."""
     return {
-        "trainer": {"step": trainer.step, "loader": trainer.loader.state_dict(), "rng": rng_state()},
-        "stages": {stage.label: stage.state_dict() for stage in trainer.graph.stages},
+        **border.state,
         "settings": trainer.settings.model_dump(mode="json"),
         **{f"role_{name}": handle.state_dict().result() for name, handle in trainer.trained_roles().items()},
     }
@@ -35,11 +104,16 @@ def restore(trainer: Trainer, saved: Mapping[str, Any]) -> None:
         raise CheckpointError(f"settings changed since the checkpoint: {lines}", remedy="resume with the same settings")
     for name, handle in trainer.trained_roles().items():
         handle.load_state_dict(saved[f"role_{name}"]).result()
+    _restore_border(trainer, saved)
+
+
+def _restore_border(trainer: Trainer, saved: Mapping[str, Any]) -> None:
     for stage in trainer.graph.stages:
-        stage.load_state_dict(saved["stages"][stage.label])
+        stage.load_state_dict(copy.deepcopy(saved["stages"][stage.label]))
     trainer.loader.load_state_dict(saved["trainer"]["loader"])
     set_rng_state(saved["trainer"]["rng"])
     trainer.step = saved["trainer"]["step"]
+    trainer.record = Record(**copy.deepcopy(saved["trainer"]["record"]))
 
 
 def differences(old: Any, new: Any, key: str = "") -> list[tuple[str, Any, Any]]:

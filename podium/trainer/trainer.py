@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,42 +15,27 @@ from podium.controller.resource_pool import ResourcePool
 from podium.controller.worker_group import Executor, RoleHandle
 from podium.core.batch import Batch
 from podium.core.config import apply_overrides, dump_yaml, load_yaml, parse
-from podium.core.errors import CheckpointError, ConfigError, GraphError
+from podium.core.errors import CheckpointError, ConfigError, GraphError, did_you_mean
 from podium.core.metrics import Metrics
 from podium.core.seeding import seed_everything
 from podium.core.settings import RecipeSettings, StagesSettings
 from podium.data.loader import Loader
 from podium.engines.rollout import ROLLOUT_ENGINES
 from podium.engines.train import TRAIN_ENGINES
-from podium.runs.folder import RunFolder, latest_run
-from podium.runs.plot import plot_metrics
+from podium.runs.folder import RunFolder, default_name, latest_run
 from podium.runs.progress import Progress
-from podium.runs.trackers import Tracker, open_trackers
+from podium.runs.trackers import check_names, check_packages, open_trackers
 from podium.stages.base import Stage, StepContext
 from podium.stages.graph import StageGraph
 from podium.stages.policy import GRPOStage, PPOStage
 from podium.trainer import state
 from podium.trainer.data import load_data
 from podium.trainer.evaluation import EVALUATION_STEP, evaluation_stages
-from podium.trainer.interrupt import InterruptGuard, StopRequested
+from podium.trainer.interrupt import InterruptGuard
+from podium.trainer.loop import Loop, TrainResult
 from podium.trainer.recipe import SOURCES, DataKind, find_recipe, read_settings
 from podium.trainer.roles import RoleNeeds, Roles
 from podium.workers.base import parts_of
-
-
-@dataclass
-class TrainResult:
-    """What a run came to. `run_folder` holds everything else; evaluations are None where there was no held-out data."""
-
-    run_folder: Path
-    steps: int
-    seconds: float
-    evaluation_before: dict[str, float] | None
-    evaluation_after: dict[str, float] | None
-    metrics: dict[str, float]
-    """The last step's metrics."""
-    interrupted: bool = False
-    """Stopped by Ctrl-C, with all state saved."""
 
 
 class Trainer:
@@ -91,9 +75,10 @@ class Trainer:
         evaluation: Sequence[Stage] | None = None,
         executor: Executor | None = None,
     ) -> None:
-        if isinstance(stages, RecipeSettings):
-            stages, config = None, stages
-        self.settings = _settings(config if config is not None else config_path, stages)
+        given = stages if isinstance(stages, RecipeSettings) else None
+        stages = None if isinstance(stages, RecipeSettings) else stages
+        self.settings = _settings(one_source(given, config, config_path), stages)
+        check_names(self.settings.run.trackers)
         recipe = None if stages is not None else find_recipe(self.settings.algorithm)
         self.stages = list(stages) if stages is not None else recipe.stages(self.settings)  # type: ignore[union-attr]
         self.kind: DataKind = recipe.data if recipe else _data_kind(self.stages)
@@ -111,6 +96,8 @@ class Trainer:
         self.roles: dict[str, RoleHandle] = {}
         self.tokenizer: Any = None
         self.step = 0
+        self.record = state.Record()
+        self.border: state.Border | None = None
         self.last_evaluation: Batch | None = None
         self._held_out: Batch | None = None
 
@@ -120,10 +107,14 @@ class Trainer:
         """Runs the steps that are left.
 
         Args:
-            resume: True continues the newest run of this name (or algorithm), a path that run.
+            resume: True continues the newest run of this name (`name`, `name-2`...; without a name, of this algorithm),
+                a path that run.
 
-        Ctrl-C stops at a border where state is whole, saves a checkpoint, and returns with `interrupted` set.
+        Ctrl-C stops at a border where state is whole, saves a checkpoint, and returns with `interrupted` set. After an
+        error the last border is saved, where no weight has changed since; a note on the error says how to go on.
         """
+        if "trackers" in self.settings.run.model_fields_set:
+            check_packages(self.settings.run.trackers)
         old = self._find_run(resume) if resume else None
         total = self.settings.run.steps
         with Progress(total, self.settings.algorithm, enabled=self.settings.run.progress) as progress:
@@ -144,7 +135,7 @@ class Trainer:
                 note=progress.note,
             )
             try:
-                return self._loop(run, store, progress, trackers)
+                return Loop(self, run, store, progress, trackers, resumed=old is not None).train()
             finally:
                 for tracker in trackers:
                     tracker.close()
@@ -200,7 +191,7 @@ class Trainer:
         self.prepare()
         if self._held_out is None:
             raise ConfigError("there is no held-out data", where="data", remedy="set data.eval_path or data.eval_samples")
-        return self._evaluate(None).means()
+        return self.measure()
 
     def run_step(self, batch: Batch, context: StepContext) -> Batch:
         """One step's stages over the rows given."""
@@ -216,6 +207,8 @@ class Trainer:
             raise GraphError("this run has no KL controller", remedy="start it with kl.coef > 0")
         for stage in found:
             stage.controller.switch(kind, **settings)  # type: ignore[union-attr]
+        if self.border is not None:
+            self.border.state["stages"] = state.stage_states(self)
 
     # ------------------------------------------------------------------ before the first step
 
@@ -252,90 +245,31 @@ class Trainer:
 
     def _new_run(self) -> RunFolder:
         settings = self.settings.run
-        name = settings.name or f"{self.settings.algorithm}-{time.strftime('%Y%m%d-%H%M%S')}"
-        return RunFolder.create(settings.folder, name)
+        return RunFolder.create(settings.folder, settings.name or default_name(self.settings.algorithm))
 
     def _find_run(self, resume: bool | str | Path) -> RunFolder:
         settings = self.settings.run
         if resume is True:
-            found = latest_run(settings.folder, settings.name or self.settings.algorithm)
+            found = latest_run(settings.folder, settings.name, algorithm=self.settings.algorithm)
             if found is None:
-                raise CheckpointError(f"no run to resume in '{settings.folder}'", remedy="start without --resume")
+                named = f"called '{settings.name}'" if settings.name else f"of '{self.settings.algorithm}' without a name"
+                raise CheckpointError(
+                    f"no run {named} has a checkpoint in '{settings.folder}'",
+                    where="resume",
+                    remedy="give the run's folder, or start without --resume",
+                )
             return found
-        return RunFolder.open(resume)
+        return RunFolder.open(str(resume))
 
-    # ------------------------------------------------------------------ the loop
+    # ------------------------------------------------------------------ what the loop calls
 
-    def _loop(self, run: RunFolder, store: CheckpointStore, progress: Progress, trackers: list[Tracker]) -> TrainResult:
-        started, first = time.perf_counter(), self.step
-        total, every = self.settings.run.steps, self.settings.evaluation.every_steps
-        before = after = None
-        metrics: dict[str, float] = {}
-        interrupted = False
-        with InterruptGuard() as guard:
-            try:
-                if self.step == 0 and self.settings.evaluation.at_start and self._held_out is not None:
-                    before = self._evaluate(progress, guard).means()
-                    self._log(run, trackers, 0, before)
-                while self.step < total:
-                    guard.check()
-                    metrics = self._train_step(run, progress, guard)
-                    try:
-                        if self._held_out is not None and (self.step == total or (every and self.step % every == 0)):
-                            after = self._evaluate(progress, guard).means()
-                            metrics |= after
-                    finally:  # the step is done, whatever becomes of its evaluation
-                        self._log(run, trackers, self.step, metrics)
-                    progress.step(metrics, _stage_seconds(metrics))
-                    if self.settings.checkpoint.every_steps and self.step % self.settings.checkpoint.every_steps == 0:
-                        self._save(store)
-            except StopRequested:
-                interrupted = True
-                progress.note(f"stopping after step {self.step}")
-            if interrupted or (self.step > first and self.step not in store.steps()):
-                self._save(store)
-        seconds = time.perf_counter() - started
-        if not interrupted and self.settings.checkpoint.export:
-            self._export(run)
-        plot_metrics(run.read_metrics(), run.plot, run.name)
-        result = TrainResult(run.path, self.step, seconds, before, after, metrics, interrupted)
-        run.write_summary(vars(result))
-        if interrupted:
-            progress.note(f"saved after step {self.step}; continue with --resume {run.path}")
-        return result
+    @property
+    def has_held_out(self) -> bool:
+        """There are rows to evaluate on (after `prepare`)."""
+        return self._held_out is not None
 
-    def _train_step(self, run: RunFolder, progress: Progress, guard: InterruptGuard) -> dict[str, float]:
-        started = time.perf_counter()
-        position = self.loader.state_dict()
-
-        def report(stage: str, done: int, total: int) -> None:
-            guard.check()  # a rollout can be given up: it changed nothing that a resumed step needs
-            progress.stage(stage, done, total)
-
-        context = StepContext(
-            self.step,
-            self.roles,
-            self.settings.batch.group_size,
-            self.settings.run.steps,
-            self.loader.epoch,
-            on_progress=report,
-        )
-        try:
-            batch = self.graph.run(self.loader.next_batch(), context)
-        except StopRequested:
-            self.loader.load_state_dict(position)
-            raise
-        seconds = time.perf_counter() - started
-        tokens = float(batch.lengths("prompt").sum() + batch.lengths("response").sum())
-        context.metrics.add("time/step", seconds)
-        context.metrics.add("speed/tokens_per_second", tokens / seconds)
-        context.metrics.add("data/epoch", self.loader.epoch)
-        self.step += 1
-        if self.settings.run.log_samples and "rewards" in batch:
-            run.write_samples(self.step, _samples(batch, self.settings.run.log_samples))
-        return context.metrics.means()
-
-    def _evaluate(self, progress: Progress | None, guard: InterruptGuard | None = None) -> Metrics:
+    def measure(self, progress: Progress | None = None, guard: InterruptGuard | None = None) -> dict[str, float]:
+        """The held-out rows' metrics under the present weights. A stop that `guard` knows of breaks it off."""
         assert self._held_out is not None
 
         def report(stage: str, done: int, total: int) -> None:
@@ -350,21 +284,13 @@ class Trainer:
         kept = Metrics({n: v for n, v in context.metrics.items() if not n.startswith("time/")})
         out = Metrics().merge(kept, prefix="eval/")
         out.add("time/evaluate", time.perf_counter() - started)
-        return out
-
-    def _log(self, run: RunFolder, trackers: list[Tracker], step: int, metrics: Mapping[str, float]) -> None:
-        run.log(step, metrics)
-        for tracker in trackers:
-            tracker.log(step, metrics)
+        return out.means()
 
     # ------------------------------------------------------------------ state
 
     def trained_roles(self) -> dict[str, RoleHandle]:
         """Handles of the roles whose weights this run changes."""
         return {name: self.roles[name] for name in self.graph.roles if name in self.graph.updated}
-
-    def _save(self, store: CheckpointStore) -> None:
-        store.save(self.step, state.capture(self))
 
     def _restore(self, store: CheckpointStore, run: RunFolder, progress: Progress) -> None:
         step, saved = store.load()
@@ -373,12 +299,13 @@ class Trainer:
         run.rewind(step)
         progress.note(f"continuing {run.path} after step {step}")
 
-    def _export(self, run: RunFolder) -> None:
-        main = "actor" if "actor" in self.graph.updated else next(iter(sorted(self.graph.updated)), None)
-        if main is None:
-            return
-        self.roles[main].save_pretrained(str(run.model)).result()
-        self.tokenizer.save_pretrained(str(run.model))
+
+def one_source(*sources: Any) -> Any:
+    """The one of several places for settings that was used, or None. Raises ConfigError where there are two."""
+    given = [source for source in sources if source is not None]
+    if len(given) > 1:
+        raise ConfigError("settings are given twice", where="config", remedy="give config or config_path, not both")
+    return given[0] if given else None
 
 
 def _settings(config: Any, stages: Sequence[Stage] | None) -> RecipeSettings:
@@ -411,29 +338,14 @@ def _check_longest(actor: RoleHandle, batches: Sequence[Batch]) -> None:
 
 
 def _device(name: str) -> str:
-    if name != "auto":
-        if name.startswith("cuda") and not torch.cuda.is_available():
-            raise ConfigError(
-                f"device '{name}' was asked for, but torch sees no GPU", where="run.device", remedy="run.device=auto"
-            )
-        return name
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _stage_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
-    return {n.removeprefix("time/"): v for n, v in metrics.items() if n.startswith("time/") and n != "time/step"}
-
-
-def _samples(batch: Batch, count: int) -> list[dict[str, Any]]:
-    rows = batch.index(range(min(count, len(batch))))
-    columns = ["rewards", *(n for n in rows.names if n.startswith("reward."))]
-    return [
-        {
-            "prompt": rows["prompt"][i],
-            "response": rows["response"][i],
-            **{name: float(rows[name][i]) for name in columns},
-            "finish_reason": rows["finish_reason"][i],
-            "group_id": int(rows["group_id"][i]),
-        }
-        for i in range(len(rows))
-    ]
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(f"device '{name}' was asked for, but torch sees no GPU", where="run.device", remedy="run.device=auto")
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0].split(". ")[0]
+        remedy = did_you_mean(name, ["cpu", "cuda", "auto"])
+        raise ConfigError(f"no device '{name}' ({reason})", where="run.device", remedy=remedy) from None
+    return name

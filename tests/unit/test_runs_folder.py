@@ -104,10 +104,18 @@ def test_latest_run(tmp_path: Path) -> None:
     import os
 
     assert latest_run(tmp_path / "none") is None
-    for i, name in enumerate(["grpo-1", "grpo-2", "ppo-1"]):
+    dated = ["grpo-20261130-120000", "grpo-20261130-120000-2", "grpo-mine-20261130-120000"]
+    for i, name in enumerate(["exp", "exp-2", *dated, "exp-large", "exp-3"]):
         run = RunFolder.create(tmp_path, name)
         run.write_settings("")
+        if name != "exp-3":  # it has nothing to go on from
+            (run.checkpoints / "step_000001").mkdir()
+            (run.checkpoints / "step_000001" / "manifest.json").write_text("{}")
         os.utime(run.settings, (1000 + i, 1000 + i))
-    newest, newest_grpo = latest_run(tmp_path), latest_run(tmp_path, "grpo")
-    assert newest is not None and newest.name == "ppo-1"
-    assert newest_grpo is not None and newest_grpo.name == "grpo-2"
+
+    def found(*args: str, **kwargs: str) -> str | None:
+        run = latest_run(tmp_path, *args, **kwargs)
+        return run.name if run else None
+
+    assert found() == "exp-large" and found("exp") == "exp-2" and found("exp-l") is None
+    assert found(algorithm="grpo") == "grpo-20261130-120000-2" and found(algorithm="ppo") is None
