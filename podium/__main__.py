@@ -1,0 +1,5 @@
+"""`python -m podium`."""
+
+from podium.cli.main import main
+
+main()
