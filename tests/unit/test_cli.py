@@ -91,6 +91,8 @@ def test_arguments_are_told_apart(tmp_path: Path) -> None:
     assert given.settings_file == str(recipe)
     assert sort_arguments([str(run)]).settings_file == str(run / "settings.yaml")
     assert sort_arguments(None).settings_file is None
+    given = sort_arguments([str(recipe), "run.folder=/x/r.yaml"])
+    assert given.recipe == recipe and given.overrides == ["run.folder=/x/r.yaml"]
 
 
 def test_two_recipes(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import torch
 
 from podium.core import schema
 from podium.core.batch import Batch, Ragged
-from podium.core.config import apply_overrides, dump_yaml, parse
+from podium.core.config import apply_overrides, dump_yaml, load_yaml, parse
 from podium.core.errors import BatchError, ConfigError
 from podium.core.metrics import Metrics
 from podium.core.registry import Registry
@@ -169,3 +169,21 @@ def test_registry_refuses_a_taken_name_and_names_the_nearest():
         registry.get("alhpa")
     with pytest.raises(ConfigError, match="registered already"):
         registry.register("alpha")(2)
+
+
+def test_a_key_that_stands_twice_is_an_error(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text("algorithm: grpo\nrun: {steps: 3}\nmodel: {path: x}\nrun: {name: z}\n")
+    with pytest.raises(ConfigError, match=r"recipe.yaml, line 4: 'run' is set twice, in line 2 and in line 4"):
+        load_yaml(path)
+    path.write_text("rewards:\n- {function: a}\n- function: b\n  function: c\n")
+    with pytest.raises(ConfigError, match="'function' is set twice, in line 3 and in line 4"):
+        load_yaml(path)
+    with pytest.raises(ConfigError, match="'x' is set twice"):
+        apply_overrides({}, ["a={x: 1, x: 2}"])
+
+
+def test_anchors_and_merges_are_no_repetition(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text("d: {a: &a {x: 1, y: 1}, b: &b {<<: *a, x: 2}}\nc: {<<: *b, x: 4}\ne: *a\n")
+    assert load_yaml(path)["c"] == {"x": 4, "y": 1}
