@@ -9,7 +9,7 @@ from podium.algorithms.advantage_estimators import find_advantage_estimator
 from podium.core.batch import Batch
 from podium.core.errors import ConfigError, did_you_mean
 from podium.stages.base import Stage, StepContext
-from podium.workers.advantages import column_of, estimate_advantages, place_token_rewards
+from podium.workers.advantages import column_of, estimate_advantages, place_token_rewards, policy_column
 
 
 class TokenRewardStage(Stage):
@@ -21,18 +21,23 @@ class TokenRewardStage(Stage):
     name = "token_rewards"
     writes = ("token_rewards",)
 
-    def __init__(self, controller: kl.KLController | None = None, *, estimator: str = "k1", stepwise: bool = False) -> None:
+    def __init__(
+        self,
+        controller: kl.KLController | None = None,
+        *,
+        estimator: str = "k1",
+        stepwise: bool = False,
+        policy_log_probs: str = "rollout_log_probs",
+    ) -> None:
         self.controller, self.estimator = controller, estimator
         self.reads: tuple[str, ...] = ("rewards", "response_mask")
         if controller is not None:
-            self.reads += ("ref_log_probs", "rollout_log_probs")
+            self.reads += ("ref_log_probs", policy_log_probs)
         self.optional_reads = ("step_rewards",) if stepwise else ()
-        self.stepwise = stepwise
 
     def run(self, batch: Batch, context: StepContext) -> Batch:
         coef = self.controller.value if self.controller is not None else 0.0
-        used = batch if self.stepwise else batch.drop("step_rewards")
-        out = place_token_rewards(used, kl_coef=coef, kl_estimator=self.estimator)
+        out = place_token_rewards(batch, kl_coef=coef, kl_estimator=self.estimator)
         if self.controller is not None:
             update_controller(self.controller, batch, context)
         return out
@@ -48,8 +53,8 @@ class TokenRewardStage(Stage):
 def update_controller(controller: kl.KLController, batch: Batch, context: StepContext) -> None:
     """Reports the step's KL per sequence to the controller, and both to the metrics."""
     mask = batch.padded("response_mask").bool()
-    behaviour = "old_log_probs" if "old_log_probs" in batch else "rollout_log_probs"
-    per_token = kl.kl_estimate(batch.padded(behaviour), batch.padded("ref_log_probs"), estimator="k1") * mask
+    policy = batch.padded(policy_column(batch))
+    per_token = kl.kl_estimate(policy, batch.padded("ref_log_probs"), estimator="k1") * mask
     per_sequence = float(per_token.sum()) / max(1, len(batch))
     context.metrics.add("kl/coef", controller.value)
     context.metrics.add("kl/per_sequence", float(per_token.sum()), len(batch))

@@ -37,7 +37,7 @@ class Stage:
 
     Attributes:
         name: unique in a graph; by default the class's name.
-        reads: columns that must be there.
+        reads: columns that must be there. A stage sees these and the optional ones only (all, if it changes rows).
         optional_reads: columns that are used where some stage writes them.
         writes: columns that this stage adds.
         changes_rows: the stage returns other rows than it got; it runs after all stages listed before it, and those

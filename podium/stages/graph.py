@@ -51,7 +51,7 @@ class StageGraph:
         """Runs every stage once over a step's rows; adds `time/<stage>` (seconds) to the metrics."""
         for stage in self.order:
             started = time.perf_counter()
-            result = resolve(stage.run(batch, context))
+            result = resolve(stage.run(batch if stage.changes_rows else _visible(stage, batch), context))
             batch = result if stage.changes_rows else batch.with_columns(_declared(stage, result))
             context.metrics.add(f"time/{stage.label}", time.perf_counter() - started)
         return batch
@@ -129,6 +129,11 @@ class StageGraph:
             levels.append(ready)
             done.update(ready)
         return levels
+
+
+def _visible(stage: Stage, batch: Batch) -> Batch:
+    """The columns that a stage says it reads: what it does not declare it does not see, so the order cannot be wrong."""
+    return batch.select(*dict.fromkeys((*stage.reads, *(c for c in stage.optional_reads if c in batch))))
 
 
 def _declared(stage: Stage, result: Batch) -> dict[str, Any]:

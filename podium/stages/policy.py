@@ -84,7 +84,12 @@ class PPOStage(Stage):
         return [
             *stages,
             ValueStage(),
-            TokenRewardStage(self.controller, estimator=self.kl_estimator, stepwise=self.stepwise),
+            TokenRewardStage(
+                self.controller,
+                estimator=self.kl_estimator,
+                stepwise=self.stepwise,
+                policy_log_probs=_policy_log_probs(self.one_update),
+            ),
             AdvantageStage("gae", **self.gae),
             UpdateStage("critic", self.value_loss),
             UpdateStage("actor", self.policy_loss, skip_steps=self.critic_warmup_steps),
@@ -147,8 +152,13 @@ class GRPOStage(Stage):
             stages.append(LogProbStage("actor", "old_log_probs"))
         if self.controller is not None:
             stages.append(LogProbStage("reference", "ref_log_probs"))
-            stages.append(KLControllerStage(self.controller))
+            stages.append(KLControllerStage(self.controller, _policy_log_probs(self.one_update)))
         return [*stages, AdvantageStage(self.estimator, **self.estimator_settings), UpdateStage("actor", self.policy_loss)]
+
+
+def _policy_log_probs(one_update: bool) -> str:
+    """With one update a step there is no pass for old log-probs; the rollout's are those of the same weights."""
+    return "rollout_log_probs" if one_update else "old_log_probs"
 
 
 def _check_controller(kind: str, kl_coef: float) -> None:
@@ -160,11 +170,11 @@ class KLControllerStage(Stage):
     """Watches the KL against the reference and moves the coefficient of a KL term in the loss."""
 
     name = "kl"
-    reads = ("ref_log_probs", "rollout_log_probs", "response_mask")
     after = ("update_actor",)  # the update uses the coefficient that the step began with
 
-    def __init__(self, controller: KLController) -> None:
+    def __init__(self, controller: KLController, policy_log_probs: str = "rollout_log_probs") -> None:
         self.controller = controller
+        self.reads = ("ref_log_probs", policy_log_probs, "response_mask")
 
     def run(self, batch: Batch, context: StepContext) -> Batch:
         update_controller(self.controller, batch, context)

@@ -93,11 +93,13 @@ class LogProbStage(Stage):
 
     def __init__(self, role: str, column: str) -> None:
         self.name, self.roles, self.column, self.writes = column, (role,), column, (column,)
+        if role == "actor":  # it can be compared with what the rollout saw
+            self.optional_reads = ("rollout_log_probs", "response_mask")
 
     def run(self, batch: Batch, context: StepContext) -> Batch:
         role = context.roles[self.roles[0]]
         out = role.compute_log_probs(batch.select(*self.reads), name=self.column).result()
-        if "rollout_log_probs" in batch and self.roles[0] == "actor":
+        if "rollout_log_probs" in batch:
             _compare(batch, out[self.column].values, context.metrics)
         return out
 

@@ -28,10 +28,15 @@ def place_token_rewards(batch: Batch, *, kl_coef: float = 0.0, kl_estimator: str
     rows = has.nonzero()[:, 0]  # none where every response is empty
     out[rows, last[rows]] += batch["rewards"][rows]
     if kl_coef > 0:
-        behaviour = "old_log_probs" if "old_log_probs" in batch else "rollout_log_probs"
-        penalty = kl.kl_estimate(batch.padded(behaviour), batch.padded("ref_log_probs"), estimator=kl_estimator)
+        policy = batch.padded(policy_column(batch))
+        penalty = kl.kl_estimate(policy, batch.padded("ref_log_probs"), estimator=kl_estimator)
         out = out - kl_coef * penalty * mask
     return Batch({"token_rewards": Ragged.from_padded(out, batch.lengths("response"))})
+
+
+def policy_column(batch: Batch) -> str:
+    """The policy's log-probs to compare with the reference's: training's own (the same code) where they are there."""
+    return "old_log_probs" if "old_log_probs" in batch else "rollout_log_probs"
 
 
 def estimate_advantages(batch: Any, *, estimator: str = "gae", kl_coef: float = 0.0, **settings: Any) -> Batch:

@@ -6,6 +6,7 @@ from typing import Any
 
 from podium.controller.dispatch import dispatch
 from podium.core.batch import Batch
+from podium.core.errors import RewardError
 from podium.engines.base import TrainEngine
 from podium.workers.base import TrainedRole
 
@@ -21,15 +22,21 @@ class RewardWorker(TrainedRole):
     def __init__(self, engine: TrainEngine, *, tokenizer: Any, policy_tokenizer: Any = None, **trained: Any) -> None:
         super().__init__(engine, **trained)
         self.tokenizer, self.policy_tokenizer = tokenizer, policy_tokenizer
+        # An encoder's tokenizer frames a pair of texts with tokens of its own; one without an end token can close nothing.
+        self._pairs = tokenizer.eos_token_id is None or None not in (tokenizer.cls_token_id, tokenizer.sep_token_id)
         self._same = policy_tokenizer is None or tokenizer.get_vocab() == policy_tokenizer.get_vocab()
 
     @dispatch("rows")
     def score(self, batch: Batch, name: str = "rewards") -> Batch:
         """The model's score of each row's prompt and response, as the sequence column `name`.
 
-        It was trained on answers that end: a response that was cut is closed with the end token before it is judged.
+        A decoder was trained on answers that end: a response that was cut is closed with the end token before it is judged.
+        Raises RewardError where a row is longer than the model's tokenizer allows.
         """
-        scored = self._closed(batch) if self._same else self._retokenised(batch)
+        if self._same:
+            scored = batch if self._pairs else self._closed(batch)
+        else:
+            scored = self._retokenised(batch)
         return Batch({name: self.engine.compute(scored, ("scores",))["scores"]})
 
     @dispatch("rows")
@@ -43,13 +50,28 @@ class RewardWorker(TrainedRole):
         return Batch({"prompt_ids": batch["prompt_ids"], "response_ids": rows})
 
     def _retokenised(self, batch: Batch) -> Batch:
-        """Prompt and response through text into this model's tokens; special tokens are the policy's own and are left out,
-        an end token of this model closes each response."""
-        ids = {}
-        for column in ("prompt_ids", "response_ids"):
-            texts = self.policy_tokenizer.batch_decode(batch[column].to_list(), skip_special_tokens=True)
-            rows = [self.tokenizer(t, add_special_tokens=False)["input_ids"] for t in texts]
-            ids[column] = [[*r, self.tokenizer.eos_token_id] for r in rows] if column == "response_ids" else rows
+        """Prompt and response through text into this model's tokens. The policy's special tokens are left out."""
+        columns = (batch["prompt_ids"], batch["response_ids"])
+        texts = [self.policy_tokenizer.batch_decode(ids.to_list(), skip_special_tokens=True) for ids in columns]
+        rows = [(self._pair if self._pairs else self._continued)(*row) for row in zip(*texts, strict=True)]
+        most, longest = self.tokenizer.model_max_length, max((len(p) + len(r) for p, r in rows), default=0)
+        if longest > most:
+            raise RewardError(
+                f"a prompt and its response are {longest} tokens for the reward model, which takes {most}",
+                where="reward",
+                remedy="lower rollout.max_new_tokens, shorten the prompts, or use a reward model with a longer context",
+            )
+        return Batch({"prompt_ids": [p for p, _ in rows], "response_ids": [r for _, r in rows]})
+
+    def _continued(self, prompt: str, response: str) -> tuple[list[int], list[int]]:
+        """For a decoder: one text goes on from the other; its begin and end tokens stand around both."""
+        first, last = (self.tokenizer(text, add_special_tokens=False)["input_ids"] for text in (prompt, response))
         bos = self.tokenizer.bos_token_id
-        ids["prompt_ids"] = [([bos] if bos is not None else []) + r for r in ids["prompt_ids"]]
-        return Batch(ids)
+        return ([bos] if bos is not None else []) + first, [*last, self.tokenizer.eos_token_id]
+
+    def _pair(self, prompt: str, response: str) -> tuple[list[int], list[int]]:
+        """For an encoder: the tokenizer's own pair, cut where its types say; without types the model sees no border."""
+        pair = self.tokenizer(prompt, response)
+        ids, types = pair["input_ids"], pair.get("token_type_ids", [])
+        cut = types.index(1) if 1 in types else len(ids)
+        return ids[:cut], ids[cut:]

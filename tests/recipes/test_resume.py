@@ -308,7 +308,7 @@ def test_wrong_trackers_leave_no_folder(made, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("device", ["cqu", "cpu:x", "cuda:99"])
 def test_a_device_that_is_not_there(device, made, tmp_path):
-    with pytest.raises(ConfigError, match="run.device"):
+    with pytest.raises(ConfigError, match=r"run\.device"):
         made("run", f"run.device={device}").train()
     assert not list(tmp_path.iterdir())
 
