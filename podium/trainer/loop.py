@@ -204,8 +204,8 @@ class Loop:
         if steps:
             line = f"saved after step {steps[-1]}; continue with --resume {self.run.path}"
         else:
-            why = "" if held else f": step {border.step + 1} broke off after weights had changed"
-            line = f"no checkpoint was saved{why} (checkpoint.every_steps=N saves along the way)"
+            why = f": step {border.step + 1} broke off after weights had changed (checkpoint.every_steps=N saves along the way)"
+            line = "no checkpoint was saved" + ("" if held else why)
         self.progress.note(line)
         error.add_note(line)
 

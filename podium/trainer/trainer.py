@@ -345,7 +345,6 @@ def _device(name: str) -> str:
     try:
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).splitlines()[0].split(". ")[0]
         remedy = did_you_mean(name, ["cpu", "cuda", "auto"])
-        raise ConfigError(f"no device '{name}' ({reason})", where="run.device", remedy=remedy) from None
+        raise ConfigError(f"torch has no device '{name}'", where="run.device", remedy=remedy) from error
     return name
