@@ -149,7 +149,7 @@ def test_a_held_out_response_that_cannot_be_scored_is_not_solved(tmp_path):
 
 
 def test_names_of_models_and_functions_do_not_meet():
-    with pytest.raises(ConfigError, match="called .reward."):
+    with pytest.raises(ConfigError, match=r"called 'reward'"):
         RewardStage(models=["a"], functions=[reward])
 
 
