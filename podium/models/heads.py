@@ -1,6 +1,8 @@
 """The models of the roles: a policy, a critic, a reward model; each a `transformers` base under one kind of head.
 
-All take a packed row and compute only what is asked for: `compute(packed, outputs)`.
+All take a packed row and compute only what is asked for: `compute(packed, outputs)`. `packs` says whether the row goes
+through the model as it is; where the architecture does not allow it, the row is unpacked into padded ones: slower, and the
+same numbers.
 """
 
 from __future__ import annotations
@@ -18,8 +20,16 @@ from transformers import AutoModel, AutoModelForSequenceClassification, PreTrain
 
 from podium.algorithms.log_probs import log_probs_from_hidden
 from podium.core.errors import ModelError
-from podium.models.attention import IMPLEMENTATION
-from podium.models.lm_head import base_of, hidden_states, lm_head_of, use_attention, verify_base, verify_head
+from podium.models.lm_head import (
+    base_of,
+    hidden_states,
+    lm_head_of,
+    packs,
+    verify_base,
+    verify_head,
+    verify_score,
+    warn_padded,
+)
 from podium.models.loading import (
     PathLike,
     load_causal_lm,
@@ -31,6 +41,7 @@ from podium.models.loading import (
     without_dropout,
 )
 from podium.models.packed import Packed
+from podium.models.padded import padded_logits
 from podium.models.storage import store_by_columns
 
 VALUE_HEAD_FILE = "value_head.safetensors"
@@ -46,12 +57,12 @@ class ActorModel(nn.Module):
     """The policy: a causal LM that gives the log-probs of given responses.
 
     Args:
-        model: a `transformers` causal LM. Its attention is switched to Podium's contexts; on a CPU its weights are laid out
-            for decoding (`store_by_columns`), else they are not touched.
+        model: a `transformers` causal LM. Its attention is switched to Podium's contexts where it can be; on a CPU its
+            weights are laid out for decoding (`store_by_columns`), else they are not touched.
         temperature: divides the logits, as in sampling; 0 (greedy) counts as 1.
 
     Raises:
-        ModelError: the architecture's head or attention cannot be used (see `verify_head`).
+        ModelError: the architecture's head is of an unknown kind, or it is not causal (see `verify_head`).
     """
 
     OUTPUTS = ("log_probs", "entropy")
@@ -61,8 +72,7 @@ class ActorModel(nn.Module):
         self.model = without_dropout(model)
         self.temperature = temperature
         store_by_columns(model)
-        use_attention(model, IMPLEMENTATION)
-        verify_head(model)
+        self.packs = packs(model, verify_head)
 
     @classmethod
     def from_pretrained(cls, path: PathLike, *, temperature: float = 1.0, **options: Any) -> Self:
@@ -75,7 +85,7 @@ class ActorModel(nn.Module):
         The LM head runs only where a response token is predicted.
         """
         _check_outputs("ActorModel", outputs, self.OUTPUTS)
-        hidden = hidden_states(base_of(self.model), packed, packed.predict_index)
+        hidden = hidden_states(base_of(self.model), packed, packed.predict_index, packs=self.packs)
         head = lm_head_of(self.model)
         log_probs_of = partial(
             log_probs_from_hidden,
@@ -118,8 +128,7 @@ class CriticModel(nn.Module):
         super().__init__()
         self.base = without_dropout(base)
         self.head = _new_value_head(base) if head is None else head
-        use_attention(base, IMPLEMENTATION)
-        verify_base(base)
+        self.packs = packs(base, verify_base)
 
     @classmethod
     def from_pretrained(cls, path: PathLike, **options: Any) -> Self:
@@ -139,7 +148,7 @@ class CriticModel(nn.Module):
     def compute(self, packed: Packed, outputs: Sequence[str]) -> dict[str, Tensor]:
         """`values [M]`, fp32: what the state before each response token is worth (reward units)."""
         _check_outputs("CriticModel", outputs, self.OUTPUTS)
-        hidden = hidden_states(self.base, packed, packed.predict_index)
+        hidden = hidden_states(self.base, packed, packed.predict_index, packs=self.packs)
         return {"values": self.head(hidden.to(self.head.weight.dtype)).squeeze(-1).float()}
 
     forward = compute
@@ -158,13 +167,11 @@ class CriticModel(nn.Module):
 
 
 class RewardModel(nn.Module):
-    """A reward model: one score (or several) for a whole sequence, read at its last token.
+    """A reward model: one score (or several) for a whole sequence.
 
     Args:
-        model: an `AutoModelForSequenceClassification` over a causal base, with its head in `model.score`.
-
-    Raises:
-        ModelError: the model is of another kind (an encoder).
+        model: an `AutoModelForSequenceClassification`. Where it scores otherwise than by `model.score` at the last token of
+            a causal base (encoders), its own forward pass gives the scores, on padded rows.
     """
 
     OUTPUTS = ("scores",)
@@ -174,13 +181,12 @@ class RewardModel(nn.Module):
         self.tokenizer: PreTrainedTokenizerBase | None = None
         """The model's own tokenizer, where it is known; None: the policy's."""
         self.model = without_dropout(model)
-        if not isinstance(getattr(model, "score", None), nn.Linear):
-            raise ModelError(
-                f"{type(model).__name__} has no linear score head over a causal model",
-                remedy="use a reward model whose class has one (LlamaForSequenceClassification, Qwen2For..., ...)",
-            )
-        use_attention(model, IMPLEMENTATION)
-        verify_base(base_of(model))
+        self._whole = False
+        try:
+            self.packs = packs(model, verify_score)
+        except ModelError as error:  # no head over hidden states that Podium can read: the model is asked whole
+            self.packs, self._whole = False, True
+            warn_padded(model, error.what)
 
     @classmethod
     def from_pretrained(cls, path: PathLike, *, heads: int | None = None, **options: Any) -> Self:
@@ -208,16 +214,24 @@ class RewardModel(nn.Module):
 
     @property
     def heads(self) -> int:
-        return self.model.score.out_features
+        return self.model.config.num_labels
 
     def compute(self, packed: Packed, outputs: Sequence[str]) -> dict[str, Tensor]:
         """`scores`, fp32: `[S]` with one head, `[S, heads]` with more."""
         _check_outputs("RewardModel", outputs, self.OUTPUTS)
-        hidden = hidden_states(base_of(self.model), packed, packed.last_index)
-        scores = self.model.score(hidden.to(self.model.score.weight.dtype)).float()
+        if self._whole:
+            scores = padded_logits(self.model, packed, token_types=self._has_token_types()).float()
+        else:
+            hidden = hidden_states(base_of(self.model), packed, packed.last_index, packs=self.packs)
+            scores = self.model.score(hidden.to(self.model.score.weight.dtype)).float()
         return {"scores": scores.squeeze(-1) if self.heads == 1 else scores}
 
     forward = compute
+
+    def _has_token_types(self) -> bool:
+        """Whether the model tells a pair's texts apart by types, and its tokenizer gives them (BERT; not RoBERTa)."""
+        several = (getattr(self.model.config, "type_vocab_size", None) or 0) > 1
+        return several and self.tokenizer is not None and "token_type_ids" in self.tokenizer("a", "b")
 
     @property
     def device(self) -> torch.device:
@@ -240,7 +254,7 @@ def load_reward_model(path: PathLike, **options: Any) -> RewardModel:
     `load_sequence_classifier`.
     """
     model = RewardModel.from_pretrained(path, **options)
-    model.tokenizer = load_tokenizer(path)
+    model.tokenizer = load_tokenizer(path, trust_remote_code=options.get("trust_remote_code", False), needs_end_token=False)
     return model
 
 

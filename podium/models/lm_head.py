@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.utils import logging as library_logging
 
 from podium.core.errors import ModelError
 from podium.models.attention import IMPLEMENTATION
 from podium.models.packed import Packed
 from podium.models.packed_attention import PackedAttention
+from podium.models.padded import padded_hidden_states
+
+_log = logging.getLogger(__name__)
+
+HiddenStates = Callable[[PreTrainedModel, Packed], Tensor]
+"""A way to run a base: every token's last hidden state `[N, D]`, in the row's order."""
 
 # Config fields that multiply the logits (Cohere, Falcon-H1) or divide them (Granite).
 _FACTORS = ("logit_scale", "lm_head_multiplier")
 _DIVISORS = ("logits_scaling",)
+# Those that cap them (Gemma 2; RecurrentGemma; xLSTM).
+_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 
 # Largest difference, as a share of the largest number, that rounding explains.
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-8}
@@ -75,19 +86,27 @@ def lm_head_of(model: PreTrainedModel) -> LMHead:
         scale *= getattr(config, name, None) or 1.0
     for name in _DIVISORS:
         scale /= getattr(config, name, None) or 1.0
-    return LMHead(head.weight, getattr(head, "bias", None), getattr(config, "final_logit_softcapping", None), scale)
+    softcap = next((cap for name in _CAPS if (cap := getattr(config, name, None))), None)
+    return LMHead(head.weight, getattr(head, "bias", None), softcap, scale)
 
 
-def hidden_states(base: PreTrainedModel, packed: Packed, index: Tensor) -> Tensor:
+def hidden_states(base: PreTrainedModel, packed: Packed, index: Tensor, *, packs: bool = True) -> Tensor:
     """The last hidden states of the row's tokens at `index [K]`: `[K, D]`. `packed` and `index` may be on the CPU.
 
-    Raises ModelError for a model whose attention does not take Podium's context.
+    Args:
+        packs: what `packs` said of the model; False runs padded rows.
+
+    Raises ModelError for a model that is said to pack and whose attention does not take Podium's context.
     """
+    hidden = packed_hidden_states(base, packed) if packs else padded_hidden_states(base, packed)
+    return hidden.index_select(0, index.to(base.device))
+
+
+def packed_hidden_states(base: PreTrainedModel, packed: Packed) -> Tensor:
+    """The last hidden states of all the row's tokens, `[N, D]`, from one packed row. Raises as `hidden_states`."""
     # The lengths stay on the CPU: reading them back from a device would stop its queue.
     context = PackedAttention(packed.lengths, packed.parents)
-    device = base.device
-    hidden = run_base(base, packed.ids.to(device), packed.positions.to(device), context)
-    return hidden.index_select(0, index.to(device))
+    return run_base(base, packed.ids.to(base.device), packed.positions.to(base.device), context)
 
 
 def run_base(base: PreTrainedModel, ids: Tensor, positions: Tensor, context: PackedAttention) -> Tensor:
@@ -100,7 +119,7 @@ def run_base(base: PreTrainedModel, ids: Tensor, positions: Tensor, context: Pac
     try:
         out = base(input_ids=ids[None], position_ids=positions[None], use_cache=False, podium_context=context)
     except TypeError as error:
-        if "podium_context" not in str(error):
+        if "unexpected keyword argument" not in str(error):
             raise
         raise ModelError(
             f"{type(base).__name__}.forward takes no further keyword arguments, so its attention cannot be reached",
@@ -114,62 +133,166 @@ def run_base(base: PreTrainedModel, ids: Tensor, positions: Tensor, context: Pac
     return out.last_hidden_state[0]
 
 
+# ------------------------------------------------------------------ what an architecture can do, found by trying
+
+
+def packs(model: PreTrainedModel, verify: Callable[[PreTrainedModel, HiddenStates], None]) -> bool:
+    """Whether the model computes the same in packed rows as alone; decided once, when a role's model is made.
+
+    True: its attention is now Podium's. False: it has its own attention as before, padded rows are right, and a warning
+    says that they are slower.
+
+    Args:
+        verify: `verify_head`, `verify_base` or `verify_score`.
+
+    Raises:
+        ModelError: padded rows give other numbers too: an unknown head, or a model that is not causal.
+    """
+    before = _attention_of(model)
+    try:
+        use_attention(model, IMPLEMENTATION)
+        verify(model, packed_hidden_states)
+        return True
+    except ModelError as error:
+        reason = error.what
+    # What another model or engine left switched is no attention of its own.
+    _set_attention([(part, "eager" if name == IMPLEMENTATION else name) for part, name in before])
+    verify(model, padded_hidden_states)
+    warn_padded(model, reason)
+    return False
+
+
+def warn_padded(model: PreTrainedModel, reason: str) -> None:
+    _log.warning("%s cannot run packed rows, so it runs padded rows, slower (%s)", type(model).__name__, reason)
+
+
 @torch.no_grad()
-def verify_head(model: PreTrainedModel) -> None:
+def verify_head(model: PreTrainedModel, hidden_of: HiddenStates = packed_hidden_states) -> None:
     """Compares on a few tokens what Podium computes with what the model itself does, by its own attention code.
 
-    Two sequences packed in one row, hidden states through `lm_head_of`, against each sequence alone through `model(...)`.
-    It finds heads that scale logits in an unknown way, attention with terms that Podium does not compute (sinks), and
-    layers that carry one sequence into the next (Mamba).
+    Sequences in one row, two of them after one prompt, hidden states through `lm_head_of`, against each sequence alone
+    through `model(...)`. It finds heads that scale logits in an unknown way, attention with terms that Podium does not
+    compute (sinks), layers that carry one sequence into the next (Mamba), and models that are not causal.
+
+    Args:
+        hidden_of: how the base is run: `packed_hidden_states` or `padded_hidden_states`.
 
     Raises ModelError where they differ.
     """
-    head = lm_head_of(model)
-    ids, positions, lengths = _probe(base_of(model))
-    ours = head.logits(run_base(base_of(model), ids, positions, PackedAttention(lengths)))
+    head, probe = lm_head_of(model), _probe(base_of(model))
+    ours = head.logits(hidden_of(base_of(model), probe))
     with own_attention(model):
-        theirs = [
-            model(input_ids=i[None], position_ids=p[None], use_cache=False).logits[0]
-            for i, p in zip(ids.split(lengths.tolist()), positions.split(lengths.tolist()), strict=True)
-        ]
+        theirs = _each_alone(probe, lambda ids: model(input_ids=ids, use_cache=False).logits[0])
     _compare(type(model).__name__, "logits", ours, torch.cat(theirs))
 
 
 @torch.no_grad()
-def verify_base(base: PreTrainedModel) -> None:
-    """The same for hidden states alone, where there is no LM head. Raises ModelError where they differ."""
-    ids, positions, lengths = _probe(base)
-    ours = run_base(base, ids, positions, PackedAttention(lengths))
+def verify_base(base: PreTrainedModel, hidden_of: HiddenStates = packed_hidden_states) -> None:
+    """The same for hidden states alone, where there is no head. Raises ModelError where they differ."""
+    probe = _probe(base)
+    ours = hidden_of(base, probe)
     with own_attention(base):
-        theirs = [
-            base(input_ids=i[None], position_ids=p[None], use_cache=False).last_hidden_state[0]
-            for i, p in zip(ids.split(lengths.tolist()), positions.split(lengths.tolist()), strict=True)
-        ]
+        theirs = _each_alone(probe, lambda ids: base(input_ids=ids, use_cache=False).last_hidden_state[0])
     _compare(type(base).__name__, "hidden states", ours, torch.cat(theirs))
 
 
-def _probe(base: PreTrainedModel) -> tuple[Tensor, Tensor, Tensor]:
-    """Ids and positions `[7]` of two sequences, and their lengths."""
-    lengths = torch.tensor([4, 3])
+@torch.no_grad()
+def verify_score(model: PreTrainedModel, hidden_of: HiddenStates = packed_hidden_states) -> None:
+    """The same for a sequence classifier whose scores are `model.score` of each sequence's last hidden state.
+
+    Raises ModelError where they differ, and where it has no such layer.
+    """
+    if not isinstance(getattr(model, "score", None), nn.Linear):
+        raise ModelError(
+            f"{type(model).__name__} has no linear score head over a causal model",
+            remedy="use a reward model whose class has one (LlamaForSequenceClassification, Qwen2For..., ...)",
+        )
+    probe = _probe(base_of(model))
+    ours = model.score(hidden_of(base_of(model), probe)[probe.last_index.to(model.device)])
+    with own_attention(model):
+        theirs = [model(input_ids=ids, use_cache=False).logits for ids in _sequences(probe)]
+    _compare(type(model).__name__, "scores", ours, torch.cat(theirs))
+
+
+def _probe(base: PreTrainedModel) -> Packed:
+    """A prompt of 2 tokens with two responses of 3 and 1, then a sequence of 3; no pad ids."""
+    lengths = torch.tensor([2, 3, 1, 3])
     vocabulary = base.get_input_embeddings().weight.shape[0]
-    ids = (torch.arange(7, device=base.device) * 7919 + 11) % vocabulary
-    return ids, torch.cat([torch.arange(int(n)) for n in lengths]).to(base.device), lengths
+    ids = (torch.arange(9) * 7919 + 11) % vocabulary
+    pad = getattr(base.config.get_text_config(), "pad_token_id", None)
+    ids = torch.where(ids == pad, (ids + 1) % vocabulary, ids) if pad is not None else ids
+    return Packed(
+        ids=ids.to(base.device),
+        positions=torch.tensor([0, 1, 2, 3, 4, 2, 0, 1, 2]),
+        lengths=lengths,
+        parents=torch.tensor([-1, 0, 0, -1]),
+        predict_index=torch.tensor([1, 2, 3, 1, 6, 7]),
+        targets=ids[[2, 3, 4, 5, 7, 8]],
+        last_index=torch.tensor([1, 4, 5, 8]),
+    )
+
+
+def _sequences(probe: Packed) -> list[Tensor]:
+    """The probe's sequences, `[1, T]` each: one for every run, after its parent's tokens."""
+    runs = probe.ids.split(probe.lengths.tolist())
+    whole = [run if p < 0 else torch.cat([runs[p], run]) for run, p in zip(runs, probe.parents.tolist(), strict=True)]
+    return [ids[None] for ids in whole]
+
+
+def _each_alone(probe: Packed, run: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    """What `run` gives for each run's own tokens, `[l, D]` each."""
+    return [run(ids)[-length:] for ids, length in zip(_sequences(probe), probe.lengths.tolist(), strict=True)]
+
+
+# ------------------------------------------------------------------ whose attention code runs
 
 
 @contextmanager
 def own_attention(model: PreTrainedModel, implementation: str = "eager") -> Iterator[None]:
-    """An implementation of `transformers` for a while ("sdpa" is faster but leaves out what it cannot do: soft caps)."""
+    """An implementation of `transformers` for a while ("sdpa" is faster but leaves out what it cannot do: soft caps).
+
+    Afterwards the model has the one that it had before.
+    """
+    before = _attention_of(model)
     use_attention(model, implementation)
     try:
         yield
     finally:
-        use_attention(model, IMPLEMENTATION)
+        _set_attention(before)
+
+
+@contextmanager
+def podium_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Podium's attention; where the block raises ModelError, the model has the one that it had before."""
+    before = _attention_of(model)
+    use_attention(model, IMPLEMENTATION)
+    try:
+        yield
+    except ModelError:
+        _set_attention(before)
+        raise
 
 
 def use_attention(model: PreTrainedModel, implementation: str) -> None:
-    """Switches the model's attention, and its base's: some classes give the base a config of its own."""
-    for part in {id(m): m for m in (model, model.base_model)}.values():
-        part.set_attn_implementation(implementation)
+    """Switches the model's attention, and its base's: some classes give the base a config of its own.
+
+    Where the architecture cannot switch, nothing changes; `run_base` finds that out.
+    """
+    _set_attention([(part, implementation) for part, _ in _attention_of(model)])
+
+
+def _attention_of(model: PreTrainedModel) -> list[tuple[Any, str]]:
+    return [(m, m.config._attn_implementation) for m in {id(m): m for m in (model, model.base_model)}.values()]
+
+
+def _set_attention(implementations: list[tuple[Any, str]]) -> None:
+    verbosity = library_logging.get_verbosity()
+    library_logging.set_verbosity_error()  # the library warns of architectures that cannot switch; `packs` says it once
+    try:
+        for part, implementation in implementations:
+            part.set_attn_implementation(implementation)
+    finally:
+        library_logging.set_verbosity(verbosity)
 
 
 def _compare(name: str, what: str, ours: Tensor, theirs: Tensor) -> None:
@@ -178,6 +301,6 @@ def _compare(name: str, what: str, ours: Tensor, theirs: Tensor) -> None:
     off, size = float((ours.float() - theirs.float()).abs().max()), float(theirs.float().abs().max())
     if not off <= _TOLERANCE.get(theirs.dtype, _TOLERANCE_16_BITS) * max(size, 1e-6):
         raise ModelError(
-            f"{name}: {what} over packed sequences differ by {off:.3g} from its own (the largest is {size:.3g})",
-            remedy="its attention, its layers or its head do something that Podium does not know; report the architecture",
+            f"{name}: {what} as Podium computes them differ by {off:.3g} from its own (the largest is {size:.3g})",
+            remedy="it is not causal, or its layers or head do something that Podium does not know; report the architecture",
         )

@@ -58,7 +58,11 @@ def resolve_dtype(dtype: str | torch.dtype, device: str | torch.device) -> torch
 
 
 def load_tokenizer(
-    path: PathLike, *, chat_template: str | None = None, trust_remote_code: bool = False
+    path: PathLike,
+    *,
+    chat_template: str | None = None,
+    trust_remote_code: bool = False,
+    needs_end_token: bool = True,
 ) -> PreTrainedTokenizerBase:
     """The tokenizer of a folder, a hub name or a GGUF file.
 
@@ -67,9 +71,10 @@ def load_tokenizer(
     Args:
         chat_template: replaces the tokenizer's own.
         trust_remote_code: run python code that ships with the tokenizer.
+        needs_end_token: False for a reward model, which ends no response (encoders have none).
 
     Raises:
-        ModelError: nothing is there, it cannot be read, or it has no end token.
+        ModelError: nothing is there, it cannot be read, or it has no end token and needs one.
     """
     source, options = _source(path)
     tokenizer = _guarded(
@@ -77,13 +82,13 @@ def load_tokenizer(
     )
     if "gguf_file" in options:
         _take_gguf_special_tokens(tokenizer, Path(path).expanduser())
-    if tokenizer.eos_token_id is None:
+    if needs_end_token and tokenizer.eos_token_id is None:
         raise ModelError(
             f"the tokenizer of '{path}' has no end token (eos_token), so no response could end",
             where="model.path",
             remedy='set "eos_token" in its tokenizer_config.json to the token that ends an answer',
         )
-    if tokenizer.pad_token_id is None:
+    if tokenizer.pad_token_id is None and tokenizer.eos_token_id is not None:
         tokenizer.pad_token = tokenizer.eos_token
     if chat_template is not None:
         tokenizer.chat_template = chat_template

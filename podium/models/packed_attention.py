@@ -82,8 +82,8 @@ def make_buckets(lengths: Tensor, parents: Tensor | None = None) -> _Buckets:
     buckets: list[_Bucket] = []
     places, before_places, back = [], [], torch.empty(int(lengths.sum()), dtype=torch.int64)
     base = 0
-    for alike in _classes(before, torch.arange(len(lengths))):
-        for rows in _classes(lengths, alike):
+    for alike in classes_of_like_size(before, torch.arange(len(lengths))):
+        for rows in classes_of_like_size(lengths, alike):
             longest, reach = int(lengths[rows[0]]), int(before[rows].max())
             places.append(_padded(starts[rows], lengths[rows], longest))
             real = (torch.arange(longest) < lengths[rows, None]).flatten()
@@ -97,7 +97,7 @@ def make_buckets(lengths: Tensor, parents: Tensor | None = None) -> _Buckets:
     return _Buckets(torch.cat(places), back, torch.cat([nothing, *before_places]), buckets)
 
 
-def _classes(sizes: Tensor, rows: Tensor) -> list[Tensor]:
+def classes_of_like_size(sizes: Tensor, rows: Tensor) -> list[Tensor]:
     """Cuts `rows`, sorted by falling size, where a size is much below the first of its class. Size 0 is a class of its own."""
     ordered, order = torch.sort(sizes[rows], descending=True, stable=True)
     values, out, first = ordered.tolist(), [], 0

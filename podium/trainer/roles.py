@@ -14,7 +14,7 @@ from podium.core.settings import OptimizerSettings, RecipeSettings, RolloutSetti
 from podium.engines.base import SamplingParams
 from podium.engines.rollout import create_rollout_engine
 from podium.engines.train import TRAIN_ENGINES
-from podium.models.heads import ActorModel, CriticModel, RewardModel
+from podium.models.heads import ActorModel, CriticModel, RewardModel, load_reward_model
 from podium.models.loading import load_causal_lm, load_tokenizer
 from podium.stages.graph import StageGraph
 from podium.stages.update import UpdateStage
@@ -135,9 +135,11 @@ class Roles:
         tokenizer = self.tokenizer
         if isinstance(given, RewardModel):
             model, tokenizer = given, given.tokenizer or tokenizer
-        elif given is not None:
+        elif given is not None and loss is not None:
             model = RewardModel.from_pretrained(given, **self._loading())
-            tokenizer = tokenizer if loss is not None else load_tokenizer(given)
+        elif given is not None:
+            model = load_reward_model(given, **self._loading())
+            tokenizer = model.tokenizer
         elif loss is not None and self._actor_is_path():
             model = RewardModel.from_pretrained(self._actor_path(), heads=1, **self._loading())
         elif loss is not None:

@@ -33,10 +33,7 @@ class RewardWorker(TrainedRole):
         A decoder was trained on answers that end: a response that was cut is closed with the end token before it is judged.
         Raises RewardError where a row is longer than the model's tokenizer allows.
         """
-        if self._same:
-            scored = batch if self._pairs else self._closed(batch)
-        else:
-            scored = self._retokenised(batch)
+        scored = self._closed(batch) if self._same else self._retokenised(batch)
         return Batch({name: self.engine.compute(scored, ("scores",))["scores"]})
 
     @dispatch("rows")
@@ -45,6 +42,8 @@ class RewardWorker(TrainedRole):
         return self.score(batch)
 
     def _closed(self, batch: Batch) -> Batch:
+        if self._pairs:
+            return batch.select("prompt_ids", "response_ids")
         end = self.tokenizer.eos_token_id
         rows = [row if row[-1:] == [end] else [*row, end] for row in batch["response_ids"].to_list()]
         return Batch({"prompt_ids": batch["prompt_ids"], "response_ids": rows})

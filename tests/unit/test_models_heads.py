@@ -121,12 +121,19 @@ def test_softcap_and_scale_are_found() -> None:
         ("gpt_oss", {"num_local_experts": 2, "num_experts_per_tok": 1, "head_dim": 8}),  # sinks, which we lack
     ],
 )
-def test_architectures_that_cannot_be_packed_are_refused(name: str, fields: dict[str, Any]) -> None:
-    with pytest.raises(ModelError):
-        ActorModel(small(name, **fields))
+def test_architectures_that_cannot_be_packed_are_marked(
+    name: str, fields: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    model = small(name, **fields)
+    own = model.config._attn_implementation
+    with caplog.at_level("WARNING", logger="podium"):
+        actor = ActorModel(model)
+    assert not actor.packs and model.config._attn_implementation == own
+    (warning,) = [r.getMessage() for r in caplog.records if r.name.startswith("podium")]
+    assert type(model).__name__ in warning and "padded rows, slower" in warning
 
 
-def test_a_model_that_does_not_pass_keywords_down_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_does_not_pass_keywords_down_is_marked(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model()
     attention = type(model.model.layers[0].self_attn)
     own = attention.forward
@@ -136,8 +143,10 @@ def test_a_model_that_does_not_pass_keywords_down_is_refused(monkeypatch: pytest
         return own(self, *args, **kwargs)
 
     monkeypatch.setattr(attention, "forward", deaf)
-    with pytest.raises(ModelError, match="did not hand Podium's context"):
-        ActorModel(model)
+    actor = ActorModel(model)
+    assert not actor.packs and model.config._attn_implementation == "sdpa"
+    got = actor.compute(pack(rows()), ("log_probs",))["log_probs"]
+    torch.testing.assert_close(got, plain_log_probs(model, rows()), rtol=1e-5, atol=1e-5)
 
 
 def test_a_head_that_differs_from_the_models_own_is_refused() -> None:
@@ -219,10 +228,9 @@ def test_a_saved_head_is_kept_when_training_goes_on(tmp_path: Path) -> None:
     assert torch.equal(again.model.score.weight, reward.model.score.weight)
 
 
-def test_an_encoder_is_refused_as_a_reward_model() -> None:
-    config = AutoConfig.for_model("bert", **SMALL)
-    with pytest.raises(ModelError, match="no linear score head"):
-        RewardModel(AutoModelForSequenceClassification.from_config(config))
+def test_an_encoder_is_refused_as_a_policy() -> None:
+    with pytest.raises(ModelError, match="not causal"):
+        ActorModel(small("bert"))
 
 
 def test_saved_actor_gives_equal_log_probs_in_plain_transformers(tmp_path: Path) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from itertools import count
 
 import torch
@@ -15,6 +16,7 @@ from podium.core.seeding import derive_seed
 from podium.engines.base import Request, SamplingParams, Segment, Trajectory
 from podium.engines.rollout.requests import Limits
 from podium.engines.rollout.stopping import StopRule, end_token_ids
+from podium.models.attention import IMPLEMENTATION
 
 
 class HFEngine:
@@ -50,10 +52,12 @@ class HFEngine:
         """Serves the oldest waiting request and those that can share its batch (same settings, as many tokens left)."""
         if not self._waiting:
             return []
-        kind = _kind(next(iter(self._waiting.values())))
-        batch = {i: r for i, r in self._waiting.items() if _kind(r) == kind}
-        batch = dict(list(batch.items())[: self.max_concurrent])
+        first = next(iter(self._waiting.values()))
+        batch = {i: r for i, r in self._waiting.items() if _kind(r) == _kind(first)}
         with _as_library(self.model):
+            if len({_length(r) for r in batch.values()}) > 1 and not self._takes_padding:
+                batch = {i: r for i, r in batch.items() if _length(r) == _length(first)}
+            batch = dict(list(batch.items())[: self.max_concurrent])
             finished = self._generate(batch)
         for request_id in batch:
             del self._waiting[request_id]
@@ -74,28 +78,34 @@ class HFEngine:
     def release(self) -> None:
         """Nothing is held between steps."""
 
+    @cached_property
+    @torch.no_grad()
+    def _takes_padding(self) -> bool:
+        """Whether padding before a prompt changes nothing. Else (RWKV takes no mask) a batch has prompts of one length."""
+        settings = GenerationConfig(max_new_tokens=1, pad_token_id=0, output_logits=True, return_dict_in_generate=True)
+        prefixes = [(1, 2), (1,) * 8]
+        alone, padded = (
+            self.model.generate(ids, attention_mask=mask, generation_config=settings).logits[0][0].float()
+            for ids, mask in (_left_padded(rows, self.model.device) for rows in (prefixes[:1], prefixes))
+        )
+        return bool((alone - padded).abs().max() <= 0.05 * alone.abs().max())  # rounding in 16 bits stays below
+
     @torch.no_grad()
     def _generate(self, batch: dict[int, Request]) -> list[Trajectory]:
         requests = list(batch.values())
         sampling = requests[0].sampling
-        prefixes = [(*r.prompt_ids, *r.response_ids) for r in requests]
-        width = max(map(len, prefixes))
-        ids = torch.zeros(len(prefixes), width, dtype=torch.int64)
-        mask = torch.zeros_like(ids)
-        for row, prefix in enumerate(prefixes):
-            ids[row, width - len(prefix) :] = torch.tensor(prefix)
-            mask[row, width - len(prefix) :] = 1
+        ids, mask = _left_padded([(*r.prompt_ids, *r.response_ids) for r in requests], self.model.device)
         device = self.model.device
         cuda = [device] if device.type == "cuda" else []
         with torch.random.fork_rng(devices=cuda):
             torch.manual_seed(derive_seed(*(r.seed for r in requests)))
             out = self.model.generate(
-                ids.to(device),
-                attention_mask=mask.to(device),
+                ids,
+                attention_mask=mask,
                 generation_config=self._settings(sampling, sampling.max_new_tokens - len(requests[0].response_ids)),
                 tokenizer=self.tokenizer if sampling.stop else None,
             )
-        sampled = out.sequences[:, width:]
+        sampled = out.sequences[:, ids.shape[1] :]
         log_probs = _log_probs(torch.stack(out.logits, 1), sampled, sampling.temperature or 1.0)
         return [
             self._trajectory(request_id, request, sampled[row].tolist(), log_probs[row].tolist())
@@ -133,6 +143,21 @@ def _kind(request: Request) -> tuple[SamplingParams, int]:
     return request.sampling, len(request.response_ids)
 
 
+def _length(request: Request) -> int:
+    return len(request.prompt_ids) + len(request.response_ids)
+
+
+def _left_padded(prefixes: Sequence[tuple[int, ...]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Ids and attention mask `[B, T]` int64."""
+    width = max(map(len, prefixes))
+    ids = torch.zeros(len(prefixes), width, dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    for row, prefix in enumerate(prefixes):
+        ids[row, width - len(prefix) :] = torch.tensor(prefix)
+        mask[row, width - len(prefix) :] = 1
+    return ids.to(device), mask.to(device)
+
+
 def _log_probs(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
     """`logits [B, T, V]`, `tokens [B, T]` -> log-probs `[B, T]` fp32, of the whole distribution at the temperature."""
     return (logits.float() / temperature).log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
@@ -144,6 +169,8 @@ def _as_library(model: PreTrainedModel) -> Iterator[None]:
     # SDPA would silently leave out a soft cap on the scores (Gemma 2).
     capped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None)
     before = [(m, m.config._attn_implementation) for m in (model, model.base_model)]
+    # A model that cannot take Podium's attention has its own, and may know no other.
+    before = [(m, name) for m, name in before if capped or name == IMPLEMENTATION]
     training = [module for module in model.modules() if module.training]
     defaults = model.generation_config
     for module in training:

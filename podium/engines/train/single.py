@@ -17,7 +17,7 @@ from podium.core.settings import OptimizerSettings
 from podium.engines.train.microbatch import plan
 from podium.engines.train.optim import MasterAdamW
 from podium.engines.train.running import RunningSums
-from podium.models.packed import Packed, distinct_prompts, pack
+from podium.models.packed import Packed, Prompts, distinct_prompts, pack
 
 
 class PackedModel(Protocol):
@@ -38,7 +38,7 @@ class SingleDeviceEngine:
         model: an `nn.Module` with `compute` (see `PackedModel`), on its device.
         optimizer: the rates; None for a model that is never updated (reference, reward).
         microbatch_tokens: prompt and response tokens in one forward (and backward) pass; a prompt that rows share counts
-            once, as it runs once. It changes memory and speed, never the gradient.
+            once, as it runs once (for each of them in a model of padded rows). It changes memory and speed, never the gradient.
         total_updates: the run's updates; needed for schedules that decay.
     """
 
@@ -68,7 +68,7 @@ class SingleDeviceEngine:
         """
         tokens = _tokens(batch)
         parts: list[dict[str, Tensor]] = []
-        order = plan(tokens, self.microbatch_tokens, prompts=distinct_prompts(batch["prompt_ids"]))
+        order = plan(tokens, self.microbatch_tokens, prompts=self._shared_prompts(batch))
         for rows in order:
             parts.append(self.model.compute(_packed(batch, rows), outputs))
         if not parts:
@@ -109,7 +109,7 @@ class SingleDeviceEngine:
         keep_together = minibatch[loss.keep_together] if loss.keep_together else None
         sums = RunningSums()
         self._optimizer.zero_grad()
-        prompts = distinct_prompts(minibatch["prompt_ids"])
+        prompts = self._shared_prompts(minibatch)
         for rows in plan(tokens, self.microbatch_tokens, keep_together, prompts) if counted else []:
             self._backward(weighted.index(rows), loss, weights_name, sums)
         metrics = Metrics()
@@ -126,6 +126,10 @@ class SingleDeviceEngine:
         metrics.add("skipped_updates", float(not applied))
         self.policy_version = self._optimizer.updates
         return metrics
+
+    def _shared_prompts(self, batch: Batch) -> Prompts | None:
+        """Which rows share a prompt; None for a model of padded rows, where a shared prompt runs once for each."""
+        return distinct_prompts(batch["prompt_ids"]) if getattr(self.model, "packs", True) else None
 
     def _weighted(self, minibatch: Batch, loss: Loss) -> tuple[Batch, str, int]:
         """What the loss needs of the minibatch, with each entry's weight as one more column; its name; entries that count."""

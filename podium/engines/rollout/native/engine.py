@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from podium.core.errors import RolloutError
+from podium.core.errors import ModelError, RolloutError
 from podium.engines.base import Request, Trajectory
 from podium.engines.rollout.native.attention import DecodeAttention, PrefillAttention
 from podium.engines.rollout.native.kv_cache import KVCache, Prefix
@@ -30,7 +30,7 @@ from podium.engines.rollout.native.scheduler import Group, Scheduler, Sequence, 
 from podium.engines.rollout.requests import Limits
 from podium.engines.rollout.stopping import StopRule, end_token_ids
 from podium.models.attention import IMPLEMENTATION, use_podium_attention
-from podium.models.lm_head import base_of, lm_head_of, verify_head
+from podium.models.lm_head import base_of, lm_head_of, podium_attention, verify_head
 from podium.models.storage import moved_parameters, storage_fingerprint, store_by_columns
 
 # Logits in fp32 at a time: 64 MiB.
@@ -87,8 +87,13 @@ class NativeEngine:
         self._limits = Limits.within_one_rotation(model)
         store_by_columns(model)
         self._storage = storage_fingerprint(model)
-        with self._generating():
-            verify_head(model)
+        try:
+            with podium_attention(model), self._generating():
+                verify_head(model)
+        except ModelError as error:
+            raise ModelError(
+                f"the native rollout engine cannot run {type(model).__name__}: {error.what}", remedy="set rollout.engine=hf"
+            ) from error
 
     # ------------------------------------------------------------------ the interface
 
