@@ -91,6 +91,7 @@ def capture(trainer: Trainer, border: Border) -> dict[str, Any]:
     return {
         **border.state,
         "settings": trainer.settings.model_dump(mode="json"),
+        "frozen": trainer.frozen_weights(),
         **{f"role_{name}": handle.state_dict().result() for name, handle in trainer.trained_roles().items()},
     }
 
@@ -102,6 +103,13 @@ def restore(trainer: Trainer, saved: Mapping[str, Any]) -> None:
     if bad:
         lines = "; ".join(f"{key} was {old!r}, is {new!r}" for key, old, new in bad)
         raise CheckpointError(f"settings changed since the checkpoint: {lines}", remedy="resume with the same settings")
+    for name, digest in trainer.frozen_weights().items():
+        if saved["frozen"].get(name) != digest:
+            raise CheckpointError(
+                f"the {name} has other weights than in the run that is resumed",
+                where=name,
+                remedy="give it the same model; a model in memory that has been trained since is another one",
+            )
     for name, handle in trainer.trained_roles().items():
         handle.load_state_dict(saved[f"role_{name}"]).result()
     _restore_border(trainer, saved)

@@ -100,6 +100,7 @@ class Trainer:
         self.border: state.Border | None = None
         self.last_evaluation: Batch | None = None
         self._held_out: Batch | None = None
+        self._frozen: dict[str, str] | None = None
 
     # ------------------------------------------------------------------ public
 
@@ -291,6 +292,13 @@ class Trainer:
     def trained_roles(self) -> dict[str, RoleHandle]:
         """Handles of the roles whose weights this run changes."""
         return {name: self.roles[name] for name in self.graph.roles if name in self.graph.updated}
+
+    def frozen_weights(self) -> dict[str, str]:
+        """A digest of each role's weights that this run reads and never changes."""
+        if self._frozen is None:
+            frozen = [name for name in self.graph.roles if name not in self.graph.updated]
+            self._frozen = {name: self.roles[name].weights_digest().result() for name in frozen}
+        return self._frozen
 
     def _restore(self, store: CheckpointStore, run: RunFolder, progress: Progress) -> None:
         step, saved = store.load()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -40,6 +41,15 @@ def minibatches(batch: Batch, sequences: int, *, seed: int | None, unit: str | N
 def parts_of(rows: int, sequences: int, units: int) -> int:
     """How many minibatches of about `sequences` rows (0: all) `rows` make, none without a unit."""
     return 1 if sequences == 0 else max(1, min(units, round(rows / sequences)))
+
+
+def weights_digest(engine: TrainEngine) -> str:
+    """A digest of the engine's weights: names, shapes, dtypes and every byte."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, tensor in sorted(engine.state_dict()["model"].items()):
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 class TrainedRole:
@@ -89,6 +99,11 @@ class TrainedRole:
         """How many optimizer updates `update` makes on these rows."""
         units = len(torch.unique(batch[loss.keep_together])) if loss.keep_together else len(batch)
         return self.epochs * parts_of(len(batch), self.minibatch_sequences, units)
+
+    @dispatch("first")
+    def weights_digest(self) -> str:
+        """What tells these weights from others."""
+        return weights_digest(self.engine)
 
     @dispatch("first")
     def state_dict(self) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from podium.controller.dispatch import dispatch
 from podium.core.batch import Batch
 from podium.engines.base import TrainEngine
 from podium.workers.actor import log_probs_as
+from podium.workers.base import weights_digest
 
 
 class ReferenceWorker:
@@ -13,6 +14,11 @@ class ReferenceWorker:
 
     def __init__(self, engine: TrainEngine) -> None:
         self.engine = engine
+
+    @dispatch("first")
+    def weights_digest(self) -> str:
+        """What tells these weights from others."""
+        return weights_digest(self.engine)
 
     @dispatch("rows")
     def compute_log_probs(self, batch: Batch, name: str = "ref_log_probs") -> Batch:

@@ -326,3 +326,23 @@ def test_a_switched_kl_controller_is_in_the_border_that_is_saved(made, tmp_path)
         trainer.train()
     step, saved_state = CheckpointStore(tmp_path / "run" / "checkpoints").load()
     assert step == 1 and saved_state["stages"]["kl"]["kind"] == "adaptive"
+
+
+def test_a_reference_that_is_another_model_is_refused(tmp_path):
+    """A model in memory was trained by the run's first part: as the reference of the second it would hide the KL."""
+    from podium.core.errors import CheckpointError
+    from podium.recipes import train
+    from tests.tiny import tiny_model, tiny_tokenizer
+
+    rows = [{"prompt": f"What is {n}?"} for n in range(8)]
+    model, given = tiny_model(), {"tokenizer": tiny_tokenizer(), "kl": {"coef": 0.1}, "rollout": {"max_new_tokens": 4}}
+    given |= {"batch": {"prompts_per_step": 2, "group_size": 2}, "optimizer": {"lr": 1e-2}}
+    run = {"folder": str(tmp_path), "name": "run", "trackers": [], "progress": False}
+
+    def reward(completions, **columns):
+        return [float(len(c)) for c in completions]
+
+    train(model, rows, reward, run={**run, "steps": 1}, **given)
+    with pytest.raises(CheckpointError, match="the reference has other weights"):
+        train(model, rows, reward, run={**run, "steps": 2}, resume=True, **given)
+    assert train(tiny_model(), rows, reward, run={**run, "steps": 2}, resume=True, **given).steps == 2
