@@ -20,7 +20,9 @@ def command(
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
     temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.", min=0.0)] = 0.7,
     top_p: Annotated[float, typer.Option(help="Nucleus sampling.", min=0.0, max=1.0)] = 1.0,
-    max_new_tokens: Annotated[int, typer.Option(help="The longest answer, in tokens.", min=1)] = 512,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(help="The longest answer, in tokens; by default 512, or what the model has room for.", min=1)
+    ] = None,
     seed: Annotated[int, typer.Option(help="Makes the answers repeatable.", min=0)] = 0,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, or auto.")] = "auto",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, or auto.")] = "auto",
@@ -31,7 +33,7 @@ def command(
 
     [bold]Examples[/bold]
 
-      podium chat runs/quickstart-grpo
+      podium chat runs/quickstart-grpo/grpo
 
       podium chat ./my-model --prompt "What is 17 + 25?" --temperature 0
     """
@@ -39,11 +41,12 @@ def command(
 
     path, device = _model_path(model), _device(device)
     tokenizer = load_tokenizer(path)
+    model_ = load_causal_lm(path, dtype=dtype, device=device)
     chat = Chat(
-        load_causal_lm(path, dtype=dtype, device=device),
+        model_,
         tokenizer,
         system=system,
-        sampling={"do_sample": temperature > 0, "max_new_tokens": max_new_tokens}
+        sampling={"do_sample": temperature > 0, "max_new_tokens": max_new_tokens or _room(model_)}
         | ({"temperature": temperature, "top_p": top_p, "top_k": 0} if temperature > 0 else {}),
     )
     _seed(seed)
@@ -54,6 +57,12 @@ def command(
     if not chat.has_template:
         print("This tokenizer has no chat template: your text is continued as it is, without history.", file=sys.stderr)
     _converse(chat)
+
+
+def _room(model: Any) -> int:
+    """The default length of an answer: 512 tokens, and never more than half of what the model can hold."""
+    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return 512 if most is None else min(512, most // 2)
 
 
 def _model_path(model: str) -> str:

@@ -46,7 +46,7 @@ def root(
 
     [bold]First steps[/bold]
 
-      podium quickstart              a small model learns arithmetic, in minutes
+      podium quickstart              a small model learns to sort numbers, in minutes
 
       podium explain recipe.yaml     what a run would do; nothing is loaded
 

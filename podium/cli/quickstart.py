@@ -14,12 +14,12 @@ ALGORITHMS = ("grpo", "ppo")
 def command(
     algorithm: Annotated[str, typer.Option(help="grpo, or ppo with a critic.")] = "grpo",
     seed: Annotated[int, typer.Option(help="All randomness follows from it.", min=0)] = 0,
-    steps: Annotated[int | None, typer.Option(help="RL steps; by default enough to get past 85%.", min=1)] = None,
+    steps: Annotated[int | None, typer.Option(help="RL steps; by default the recipe's.", min=1)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="End with one JSON object on stdout.")] = False,
 ) -> None:
-    """A guided first run: a small model learns arithmetic on this machine, in about three minutes.
+    """A guided first run: a small model learns to sort numbers on this machine, in about two minutes.
 
-    Makes a Llama of a few million parameters and its tokenizer on the spot, teaches it the form of an answer (SFT), then
+    Makes a Llama of a million parameters and its tokenizer on the spot, lets it imitate sloppy answers (SFT), then
     improves it by reinforcement learning against a checker. Nothing is downloaded.
 
     [bold]Examples[/bold]

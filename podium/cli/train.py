@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from podium.cli.console import Given, print_change, print_json, sort_arguments
-from podium.core.errors import ConfigError
+from podium.core.errors import ConfigError, command_name
 
 
 def command(
@@ -25,7 +25,9 @@ def command(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with a run: the folder given, else the newest one of this recipe.")
     ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, show the arithmetic, load nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check settings, graph and files, show the arithmetic, load nothing.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="End with one JSON object on stdout.")] = False,
 ) -> None:
     """Train a model.
@@ -60,6 +62,7 @@ def command(
     if dry_run:
         from podium.cli.explain import show
 
+        trainer.check_files()
         show(settings, trainer, as_json=as_json)
         return
     result = trainer.train(resume=str(given.run) if given.run is not None else resume)
@@ -101,7 +104,7 @@ def _report(result: Any, as_json: bool) -> None:
         print_json(vars(result))
         return
     if result.interrupted:
-        print(f"Stopped after step {result.steps}. Go on with: podium train --resume {result.run_folder}")
+        print(f"Stopped after step {result.steps}. Go on with: {command_name()} train --resume {result.run_folder}")
         return
     print_change(result.evaluation_before, result.evaluation_after)
     print(f"{result.steps} steps in {result.seconds:.0f} s")
@@ -110,4 +113,4 @@ def _report(result: Any, as_json: bool) -> None:
         if (folder / name).exists():
             print(f"{label:<6}{folder / name}")
     if (folder / "model" / "generation_config.json").exists():
-        print(f"talk to it: podium chat {folder / 'model'}")
+        print(f"talk to it: {command_name()} chat {folder / 'model'}")

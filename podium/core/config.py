@@ -183,7 +183,8 @@ def _explain(kind: type[Settings], error: ValidationError, where: str) -> Config
         if item["type"] == "extra_forbidden":
             names = _fields_at(kind, loc[:-1])
             problems.append(f"unknown setting '{key}'")
-            remedy = remedy or did_you_mean(loc[-1], names)
+            elsewhere = [dotted for dotted, *_ in describe(kind) if dotted.rpartition(".")[2] == loc[-1]]
+            remedy = remedy or (f"did you mean '{elsewhere[0]}'?" if elsewhere else did_you_mean(loc[-1], names))
         elif item["type"] == "missing":
             problems.append(f"'{key}' must be set")
         else:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import os
+import shutil
+import sys
 from collections.abc import Iterable
+from pathlib import Path
 
 
 class PodiumError(Exception):
@@ -59,6 +63,15 @@ class CheckpointError(PodiumError):
 
 class RolloutError(PodiumError):
     """A generation request cannot be served, or the model gave logits that are not finite."""
+
+
+def command_name() -> str:
+    """How this installation's command is called from a shell here: `podium`, or its path where that is not on PATH."""
+    own = Path(sys.executable).with_name("podium")
+    found = shutil.which("podium")
+    if not own.exists() or (found and Path(found).resolve() == own.resolve()):
+        return "podium"
+    return os.path.relpath(own) if own.is_relative_to(Path.cwd()) else str(own)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field, field_serializer, field_validator, model_validator
 
@@ -94,7 +94,7 @@ class RolloutSettings(Settings):
 class OptimizerSettings(Settings):
     lr: float = Field(default=1e-6, gt=0)
     """Peak learning rate."""
-    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
+    betas: tuple[float, float] = (0.9, 0.95)
     """AdamW's decay rates."""
     eps: float = Field(default=1e-8, gt=0)
     """AdamW's epsilon."""
@@ -108,6 +108,13 @@ class OptimizerSettings(Settings):
     """The end of the decay as a share of `lr`."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Gradients are scaled down to this norm."""
+
+    @field_validator("betas")
+    @classmethod
+    def _rates(cls, betas: tuple[float, float]) -> tuple[float, float]:
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError("each must be at least 0 and less than 1")
+        return betas
 
 
 class BatchSettings(Settings):

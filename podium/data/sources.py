@@ -12,6 +12,7 @@ from typing import Any
 from podium.core.errors import DataError, did_you_mean
 
 FILE_SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")
+
 GENERATED = "reasoning_gym:"
 _INSTALL_DATA = "install it with: pip install 'podium[data]'"
 

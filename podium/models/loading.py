@@ -19,6 +19,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import logging as transformers_logging
 
 from podium.core.errors import ModelError
 
@@ -55,6 +56,16 @@ def resolve_dtype(dtype: str | torch.dtype, device: str | torch.device) -> torch
 
 
 # ------------------------------------------------------------------ loading
+
+
+def check_path(path: PathLike) -> None:
+    """Raises ModelError where the path is a local one (not a hub name) and no model is there."""
+    _source(path)
+
+
+def quiet() -> None:
+    """Turns off transformers' own progress bars: Podium shows its own."""
+    transformers_logging.disable_progress_bar()
 
 
 def load_tokenizer(

@@ -50,10 +50,7 @@ class RunFolder:
                     (root / candidate).mkdir()
                 except FileExistsError:
                     continue
-                run = cls(root / candidate)
-                run.samples.mkdir()
-                run.checkpoints.mkdir()
-                return run
+                return cls(root / candidate)
         except OSError as error:
             raise ConfigError(
                 f"cannot make a run folder in '{root}': {error.strerror}", where="run.folder", remedy="choose another folder"

@@ -47,8 +47,10 @@ def _lines(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[Line
     lines: list[Line] = []
     for name in names:
         points = [(row["step"], row[name]) for row in rows if _finite(row.get(name))]
-        if points:
-            lines.append((name, [p[0] for p in points], [p[1] for p in points]))
+        line = (name, [p[0] for p in points], [p[1] for p in points])
+        # With one reward, its mean and the sum are the same curve: one of them is enough.
+        if points and line[1:] not in [other[1:] for other in lines]:
+            lines.append(line)
     return lines[:MAX_LINES]
 
 

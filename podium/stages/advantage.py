@@ -68,7 +68,10 @@ class AdvantageStage(Stage):
     name = "advantages"
 
     def __init__(self, estimator: str, **settings: Any) -> None:
-        spec = find_advantage_estimator(estimator)
+        try:
+            spec = find_advantage_estimator(estimator)
+        except ValueError as error:
+            raise ConfigError(str(error), where="advantage") from None
         unknown = [name for name in settings if name not in spec.settings]
         if unknown:
             raise ConfigError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -38,6 +39,11 @@ class RewardStage(Stage):
         weights: Sequence[float] | None = None,
     ) -> None:
         self._models = list(models)
+        for model in self._models:
+            if inspect.isroutine(model):
+                raise ConfigError(
+                    f"{model!r} is no reward model", where="RewardStage", remedy="functions go in RewardStage(functions=[...])"
+                )
         sources = len(self._models) + len(functions)
         if sources == 0:
             raise ConfigError("no reward source", where="RewardStage", remedy="set rewards (a function) or model.reward_path")

@@ -64,6 +64,7 @@ class Loop:
         self.trainer, self.run, self.store, self.progress, self.trackers = trainer, run, store, progress, trackers
         self.settings = trainer.settings
         self.guard = InterruptGuard(progress.note)
+        self._said_nothing_learned = False
         self._started = time.perf_counter() - trainer.record.seconds
         trainer.border = state.Border.of(trainer)
         self._first = trainer.border
@@ -131,6 +132,9 @@ class Loop:
         context.metrics.add("data/epoch", trainer.loader.epoch)
         trainer.step += 1
         trainer.record.metrics = context.metrics.means()
+        if trainer.record.metrics.get("advantages/abs") == 0.0 and not self._said_nothing_learned:
+            self._said_nothing_learned = True
+            self.progress.note(f"step {trainer.step}: all rewards within each group are equal, so this step teaches nothing")
         self._mark()
         if self.settings.run.log_samples and "rewards" in batch:
             self.run.write_samples(trainer.step, _samples(batch, self.settings.run.log_samples))
@@ -233,7 +237,6 @@ class Loop:
         if main is not None:
             with writing(self.run.model, "the model"):
                 self.trainer.roles[main].save_pretrained(str(self.run.model)).result()
-                self.trainer.tokenizer.save_pretrained(str(self.run.model))
 
 
 def _stage_seconds(metrics: Mapping[str, float]) -> dict[str, float]:

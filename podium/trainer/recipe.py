@@ -62,6 +62,12 @@ def find_recipe(name: str) -> Recipe:
     Podium's own recipes are modules of `podium.recipes` and are imported when asked for; a user's own is registered with
     `RECIPES.register("name")(Recipe(...))`.
     """
+    if name == "custom":
+        raise ConfigError(
+            "these are the settings of a program with stages of its own",
+            where="algorithm",
+            remedy="run that program; to go on after a stop: Trainer(stages=..., config=...).train(resume=RUN)",
+        )
     if name not in RECIPES:
         known = known_recipes()
         if name not in known:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -20,8 +21,10 @@ from podium.core.metrics import Metrics
 from podium.core.seeding import seed_everything
 from podium.core.settings import RecipeSettings, StagesSettings
 from podium.data.loader import Loader
+from podium.data.sources import FILE_SUFFIXES, load_rows
 from podium.engines.rollout import ROLLOUT_ENGINES
 from podium.engines.train import TRAIN_ENGINES
+from podium.models.loading import check_path, quiet
 from podium.runs.folder import RunFolder, default_name, latest_run
 from podium.runs.progress import Progress
 from podium.runs.trackers import check_names, check_packages, open_trackers
@@ -33,7 +36,7 @@ from podium.trainer.data import load_data
 from podium.trainer.evaluation import EVALUATION_STEP, evaluation_stages
 from podium.trainer.interrupt import InterruptGuard
 from podium.trainer.loop import Loop, TrainResult
-from podium.trainer.recipe import SOURCES, DataKind, find_recipe, read_settings
+from podium.trainer.recipe import SOURCES, DataKind, Recipe, find_recipe, read_settings
 from podium.trainer.roles import RoleNeeds, Roles
 from podium.workers.base import parts_of
 
@@ -80,7 +83,7 @@ class Trainer:
         self.settings = _settings(one_source(given, config, config_path), stages)
         check_names(self.settings.run.trackers)
         recipe = None if stages is not None else find_recipe(self.settings.algorithm)
-        self.stages = list(stages) if stages is not None else recipe.stages(self.settings)  # type: ignore[union-attr]
+        self.stages = list(stages) if stages is not None else _stages_of(recipe, self.settings)
         self.kind: DataKind = recipe.data if recipe else _data_kind(self.stages)
         self.graph = StageGraph(self.stages, SOURCES[self.kind])
         if evaluation is None:
@@ -141,6 +144,18 @@ class Trainer:
                 for tracker in trackers:
                     tracker.close()
                 run.close()
+                if old is None and not run.metrics.exists():  # nothing was measured: there is no run
+                    shutil.rmtree(run.path, ignore_errors=True)
+
+    def check_files(self) -> None:
+        """Raises where a local model, data or evaluation file that the settings name is not there. Loads nothing."""
+        model, data = self.settings.model, self.settings.data
+        for path in (model.path, model.reference_path, model.critic_path, model.reward_path):
+            if path is not None:
+                check_path(path)
+        for path in (data.path, data.eval_path):
+            if path is not None and Path(path).suffix in FILE_SUFFIXES and not Path(path).is_file():
+                load_rows(path)  # says what is wrong
 
     def prepare(self, note: Callable[[str], None] = lambda text: None) -> Trainer:
         """Loads data, tokenizer and models, once; after it `roles` and `loader` are there (for a loop of your own).
@@ -151,6 +166,7 @@ class Trainer:
         if self.roles:
             return self
         settings = self.settings
+        quiet()
         if settings.run.threads:
             torch.set_num_threads(settings.run.threads)
         seed_everything(settings.run.seed)
@@ -330,6 +346,15 @@ def _settings(config: Any, stages: Sequence[Stage] | None) -> RecipeSettings:
     given = [f"{key}={value}" for stage in stages for key, value in stage.settings().items()]
     values = {"algorithm": "custom", **apply_overrides(values, given)}
     return parse(StagesSettings, values, where)
+
+
+def _stages_of(recipe: Recipe | None, settings: RecipeSettings) -> list[Stage]:
+    """A recipe's stages; what its algorithms refuse (they know no settings) becomes an error of the settings."""
+    assert recipe is not None
+    try:
+        return recipe.stages(settings)
+    except ValueError as error:
+        raise ConfigError(str(error), where=settings.algorithm) from error
 
 
 def _data_kind(stages: Sequence[Stage]) -> DataKind:

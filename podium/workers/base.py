@@ -116,5 +116,5 @@ class TrainedRole:
 
     @dispatch("first")
     def save_pretrained(self, folder: str) -> None:
-        """Writes the model as a Hugging Face folder."""
-        self.engine.save_pretrained(folder)  # type: ignore[attr-defined]
+        """Writes the model as a Hugging Face folder, with the role's tokenizer where it has one."""
+        self.engine.save_pretrained(folder, getattr(self, "tokenizer", None))  # type: ignore[attr-defined]

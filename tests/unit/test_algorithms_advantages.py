@@ -184,7 +184,7 @@ def test_the_example_in_the_docs_runs(monkeypatch):
     blocks = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     scope: dict = {}
     for block in blocks:
-        if not block.startswith("GRPOStage"):
+        if "podium.train(" not in block:  # needs a model; tests/recipes runs such a call
             exec(block, scope)
     scope["test_best_other"]()
     loss = scope["reinforce_loss"]()

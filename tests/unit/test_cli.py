@@ -216,16 +216,20 @@ def test_explain_says_the_arithmetic_and_the_stages(podium: Any) -> None:
 
 def test_dry_run_is_explain_and_leaves_nothing(podium: Any) -> None:
     Path("recipe.yaml").write_text(RECIPE)
+    missing = podium("train", "recipe.yaml", "--dry-run")
+    assert missing.code == 2 and "rows.jsonl" in missing.err
+    Path("rows.jsonl").touch()
     ran = podium("train", "recipe.yaml", "--dry-run", "--json")
     assert ran.code == 0
     said = json.loads(ran.out)
     assert {row["name"]: row["value"] for row in said["arithmetic"]}["sequences per step"] == "16"
     assert said["stages"][0]["name"] == "rollout"
-    assert [p.name for p in Path().iterdir()] == ["recipe.yaml"]
+    assert sorted(p.name for p in Path().iterdir()) == ["recipe.yaml", "rows.jsonl"]
 
 
 def test_train_without_a_recipe(podium: Any) -> None:
     options = ("--algorithm", "grpo", "--model", "m", "--data", "d.jsonl", "--reward", "exact_match")
+    Path("d.jsonl").touch()
     ran = podium("train", *options, "batch.prompts_per_step=3", "--dry-run", "--json")
     assert ran.code == 0
     values = {row["name"]: row["value"] for row in json.loads(ran.out)["arithmetic"]}

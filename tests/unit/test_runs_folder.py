@@ -16,7 +16,7 @@ def test_create_never_overwrites(tmp_path: Path) -> None:
     second, third = RunFolder.create(tmp_path / "runs", "grpo"), RunFolder.create(tmp_path / "runs", "grpo")
     assert [run.name for run in (first, second, third)] == ["grpo", "grpo-2", "grpo-3"]
     assert first.settings.read_text() == "algorithm: grpo\n"
-    assert second.samples.is_dir() and second.checkpoints.is_dir()
+    assert not any(second.path.iterdir())  # a folder for what is not there yet would only confuse
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "..", "."])
@@ -109,7 +109,7 @@ def test_latest_run(tmp_path: Path) -> None:
         run = RunFolder.create(tmp_path, name)
         run.write_settings("")
         if name != "exp-3":  # it has nothing to go on from
-            (run.checkpoints / "step_000001").mkdir()
+            (run.checkpoints / "step_000001").mkdir(parents=True)
             (run.checkpoints / "step_000001" / "manifest.json").write_text("{}")
         os.utime(run.settings, (1000 + i, 1000 + i))
 

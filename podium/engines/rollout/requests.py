@@ -51,7 +51,7 @@ class Limits:
             raise RolloutError(
                 f"prompt of {len(prompt)} tokens + max_new_tokens={sampling.max_new_tokens} = {total}, "
                 f"beyond the model's {self.name}={self.positions}",
-                remedy=f"set max_new_tokens to at most {max(0, self.positions - len(prompt))}, or shorten the prompt",
+                remedy=f"set rollout.max_new_tokens to at most {max(0, self.positions - len(prompt))}, or shorten the prompt",
             )
         odd = [t for t in (*prompt, *written, *sampling.stop_token_ids) if not 0 <= t < self.vocabulary]
         if odd:
