@@ -161,7 +161,7 @@ def _show(say: Any, report: Report, before: Answers, after: Answers, rl: TrainRe
     say(f"All of it took {report.seconds:.0f} s. Curves: {rl.run_folder / 'plot.png'}")
     say("[bold]What to try next[/bold]")
     podium = command_name()
-    say(f"   {podium} chat {rl.run_folder / 'model'} --prompt 'Sort 7 2 7 1:'")
+    say(f"   {podium} chat {rl.run_folder / 'model'} --prompt 'Sort these numbers: 7 2 7 1 ='")
     say(f"   {podium} train {Path(report.run_folder) / (report.algorithm + '.yaml')} run.name=again optimizer.lr=5e-5")
     other = "ppo" if report.algorithm == "grpo" else "grpo"
     say(f"   {podium} quickstart --algorithm {other}")

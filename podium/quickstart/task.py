@@ -38,7 +38,7 @@ def problems(draw: random.Random, *, held_out: bool) -> Iterator[Problem]:
     """Problems without end: of the held-out answers, or of the others."""
     while True:
         numbers = _numbers(draw)
-        problem = Problem(f"Sort {_text(numbers)}:", f" {_text(sorted(numbers))}")
+        problem = Problem(f"Sort these numbers: {_text(numbers)} =", f" {_text(sorted(numbers))}")
         if problem.held_out == held_out:
             yield problem
 
