@@ -2,9 +2,9 @@
 
     python examples/smollm2/make_pairs.py pairs.jsonl
 
-Half of the rejected answers are another name of the same problem, so that the model must find the right statement. The rest
-are what a policy might find instead: strangers' names, statements, parts of them, the question. A policy finds what the
-pairs leave out: trained against pairs without strangers, it learned to answer "Aisha" to everything.
+Both sides come as a bare name, as a whole statement, or cut, so that only the name tells them apart. The rest of the rejected
+answers are what a policy finds instead. It finds what the pairs leave out: trained against pairs without strangers, it
+learned to answer "Aisha" to everything; without bare predicates, it left out the name.
 """
 
 import argparse
@@ -17,16 +17,26 @@ TASK = "reasoning_gym:needle_haystack?seed=2000000&size={size}&min_num_statement
 
 
 def pair(prompt: str, answer: str, stranger: str, draw: random.Random) -> dict[str, str]:
-    """The bare right name against another name of the problem, a stranger's, or something else that a model might say."""
+    """The right name or its statement, against another one's, a stranger's, or something without a name."""
     facts, question = prompt.split("\n")[:2]
     statements = [text.strip().rstrip(".") for text in facts.split(". ") if text.strip()]
     right = next(text for text in statements if text.startswith(f"{answer} "))
     wrong = draw.choice([text for text in statements if text is not right])
-    said = draw.choice([right, wrong])
-    others = [f"{said}.", said.partition(" ")[2], " ".join(said.split()[:2]), draw.choice(prompt.split()), question]
+    does = right.partition(" ")[2]
     kind = draw.random()
-    rejected = wrong.split()[0] if kind < 0.5 else stranger if kind < 0.7 else draw.choice(others)
-    return {"prompt": prompt, "chosen": answer, "rejected": rejected}
+    if kind < 0.55:
+        rejected = said(wrong, draw)
+    elif kind < 0.7:
+        rejected = said(f"{stranger} {does}", draw)
+    else:
+        rejected = draw.choice([does, wrong.partition(" ")[2], draw.choice(prompt.split()), question])
+    return {"prompt": prompt, "chosen": said(right, draw), "rejected": rejected}
+
+
+def said(statement: str, draw: random.Random) -> str:
+    """A statement as a model may give it: the name alone, the whole, or cut somewhere."""
+    words = statement.split()
+    return draw.choice([words[0], f"{statement}.", " ".join(words[: draw.randint(1, len(words))])])
 
 
 if __name__ == "__main__":
