@@ -17,7 +17,7 @@ def command(
     steps: Annotated[int | None, typer.Option(help="RL steps; by default the recipe's.", min=1)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="End with one JSON object on stdout.")] = False,
 ) -> None:
-    """A guided first run: a small model learns to sort numbers on this machine, in about two minutes.
+    """A guided first run: a small model learns to sort numbers on this machine, in two to three minutes.
 
     Makes a Llama of a million parameters and its tokenizer on the spot, lets it imitate sloppy answers (SFT), then
     improves it by reinforcement learning against a checker. Nothing is downloaded.
