@@ -23,6 +23,10 @@ class ModelSettings(Settings):
     """The critic's starting weights; by default the actor's, with a new value head."""
     reward_path: str | None = None
     """A sequence-classification model that scores responses (in addition to `rewards`)."""
+    cost_path: str | None = None
+    """A sequence-classification model whose score is a cost (Safe-RLHF; in addition to `costs`)."""
+    teacher_path: str | None = None
+    """The teacher of on-policy distillation: a causal LM with the same tokenizer."""
     trust_remote_code: bool = False
     """Run python code that ships with the model. Off unless asked."""
     chat_template: str | None = None
@@ -166,6 +170,32 @@ class KLSettings(Settings):
     """The adaptive controller's horizon, in sequences."""
 
 
+class CorrectionSettings(Settings):
+    """Correction of what the rollout's kernels or weights computed otherwise than training does."""
+
+    kind: Literal["none", "token_truncated", "sequence_truncated", "token_masked", "sequence_rejected"] = "none"
+    """`none`, or what is done with the ratio of the training policy to the rollout policy."""
+    low: float = Field(default=0.5, ge=0)
+    """Masked or rejected below this ratio (`token_masked`, `sequence_rejected`)."""
+    high: float = Field(default=2.0, gt=0)
+    """Truncated to, masked or rejected above this ratio."""
+
+
+class LagrangeSettings(Settings):
+    """The multiplier that holds a cost at its threshold (Safe-RLHF)."""
+
+    threshold: float = Field(default=0.0, allow_inf_nan=False)
+    """The mean cost of a response that is allowed."""
+    initial: float = Field(default=1.0, gt=0)
+    """The multiplier at the start."""
+    lr: float = Field(default=0.05, gt=0)
+    """Learning rate of its logarithm, per step and unit of cost."""
+    minimum: float = Field(default=1e-4, gt=0)
+    """Never below this (a multiplier of 0 could not rise again)."""
+    maximum: float = Field(default=100.0, gt=0)
+    """Never above this."""
+
+
 class EvaluationSettings(Settings):
     every_steps: int = Field(default=0, ge=0)
     """Evaluate on the held-out rows every so many steps (0: at the start and the end only)."""
@@ -248,10 +278,28 @@ class OnlineSettings(RecipeSettings):
     """The ratio is clipped above 1 + clip_high."""
     dual_clip: float | None = Field(default=None, gt=1)
     """Lower bound on the objective for negative advantages (Ye et al. 2020); None: off."""
+    policy_loss: str = "clip"
+    """A registered policy loss: `clip` (PPO's surrogate), `gspo`, `cispo`, `reinforce`, or your own."""
+    correction: CorrectionSettings = Field(default_factory=CorrectionSettings)
+    """Importance correction between rollout and training."""
     entropy_coef: float = Field(default=0.0, ge=0)
     """Entropy bonus."""
     loss_reduction: Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"] = "token_mean"
     """How token losses become one number."""
+
+
+class GroupSettings(OnlineSettings):
+    """Recipes without a critic: the baseline comes from other responses to the prompt, or from the batch."""
+
+    advantage: str = "grpo"
+    """A registered advantage estimator, or your own."""
+    sampling_rounds: int = Field(default=0, ge=0)
+    """Dynamic sampling: groups whose rewards are all equal teach nothing and are left out; fresh prompts are rolled out in their
+    place, up to so many rollouts a step. 0: off."""
+    overlong_buffer: int = Field(default=0, ge=0)
+    """Overlong shaping: in the last so many tokens below `rollout.max_new_tokens` a penalty grows. 0: off."""
+    overlong_penalty: float = Field(default=1.0, gt=0)
+    """The penalty of a response of full length."""
 
 
 class StagesSettings(RecipeSettings):
