@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, overload
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
 from podium.algorithms.log_probs import log_probs_from_hidden
-from podium.core.errors import ModelError
+from podium.core.errors import ModelError, did_you_mean
 from podium.models.lm_head import (
     base_of,
     hidden_states,
@@ -45,6 +46,9 @@ from podium.models.padded import padded_logits
 from podium.models.storage import store_by_columns
 
 VALUE_HEAD_FILE = "value_head.safetensors"
+
+Heads = int | Sequence[str] | None
+"""The scores of a reward model: how many, or their names; None: those of the folder."""
 
 
 def _check_outputs(name: str, outputs: Iterable[str], known: Sequence[str]) -> None:
@@ -189,32 +193,63 @@ class RewardModel(nn.Module):
             warn_padded(model, error.what)
 
     @classmethod
-    def from_pretrained(cls, path: PathLike, *, heads: int | None = None, **options: Any) -> Self:
+    def from_pretrained(cls, path: PathLike, *, heads: Heads = None, **options: Any) -> Self:
         """From a sequence-classification folder; with `heads`, from a language model's folder too.
 
         Args:
-            heads: the number of scores. Weights without a head of that size get a new one, to be trained. None: the folder
-                must have its head.
+            heads: the number of scores, or their names. Weights without a head of that size get a new one, to be trained.
+                None: the folder must have its head.
             options: dtype, device, trust_remote_code, as for `load_causal_lm`.
 
         Raises:
-            ModelError: nothing can be loaded there, or the folder has no score head and `heads` is None.
+            ModelError: nothing can be loaded there; the folder has no score head and `heads` is None; or its head has
+                names, and they are not those of `heads`.
         """
-        return cls(load_sequence_classifier(path, new_head=heads or 0, **options))
+        model = cls(load_sequence_classifier(path, new_head=_number_of(heads), **options))
+        model._take_names(heads, where=str(path))
+        return model
 
     @classmethod
-    def from_causal_lm(cls, model: PreTrainedModel, *, heads: int = 1) -> Self:
-        """A copy of a language model's weights (from memory) under a new head, to be trained."""
+    def from_causal_lm(cls, model: PreTrainedModel, *, heads: int | Sequence[str] = 1) -> Self:
+        """A copy of a language model's weights (from memory) under a new head of so many scores (or names), to be trained."""
         base = base_of(model)
         config = deepcopy(model.config)
-        config.num_labels = heads
+        config.num_labels = _number_of(heads)
         classifier = AutoModelForSequenceClassification.from_config(config, dtype=base.dtype)
         base_of(classifier).load_state_dict(base.state_dict())
-        return cls(classifier.to(base.device))
+        reward = cls(classifier.to(base.device))
+        reward._take_names(heads, where=type(model).__name__)
+        return reward
 
     @property
     def heads(self) -> int:
         return self.model.config.num_labels
+
+    @property
+    def head_names(self) -> list[str]:
+        """The scores' names, in order: the config's labels, so a saved folder keeps them; "0", "1", ... where it has none."""
+        labels = self.model.config.id2label
+        return [str(i) if labels[i] == f"LABEL_{i}" else labels[i] for i in range(self.heads)]
+
+    def head(self, name: str) -> RewardHead:
+        """One of the scores. Raises ModelError, with the nearest name, where there is none of that name."""
+        if name not in self.head_names:
+            raise ModelError(f"the reward model has no head '{name}'", remedy=did_you_mean(name, self.head_names))
+        return RewardHead(self, name)
+
+    def _take_names(self, heads: Heads, *, where: str) -> None:
+        """Names the scores, where names were given. Raises ModelError where they have other names already."""
+        if heads is None or isinstance(heads, int):
+            return
+        wanted, saved = list(heads), self.head_names
+        if wanted != saved and saved != [str(i) for i in range(len(saved))]:
+            raise ModelError(
+                f"its scores are called {', '.join(saved)}, not {', '.join(wanted)}",
+                where=where,
+                remedy="give the heads the names they have, in that order, or start from a language model's folder",
+            )
+        config = self.model.config
+        config.id2label, config.label2id = dict(enumerate(wanted)), {name: i for i, name in enumerate(wanted)}
 
     def compute(self, packed: Packed, outputs: Sequence[str]) -> dict[str, Tensor]:
         """`scores`, fp32: `[S]` with one head, `[S, heads]` with more."""
@@ -247,15 +282,44 @@ class RewardModel(nn.Module):
         save_pretrained(folder, self.model, tokenizer)
 
 
-def load_reward_model(path: PathLike, **options: Any) -> RewardModel:
+@dataclass(frozen=True)
+class RewardHead:
+    """One score of a reward model that has several: what it is called and the model that gives it."""
+
+    model: RewardModel
+    name: str
+
+
+@overload
+def load_reward_model(path: PathLike, head: None = None, **options: Any) -> RewardModel: ...
+@overload
+def load_reward_model(path: PathLike, head: str, **options: Any) -> RewardHead: ...
+def load_reward_model(path: PathLike, head: str | None = None, **options: Any) -> RewardModel | RewardHead:
     """A reward model with its tokenizer (`.tokenizer`), from a sequence-classification folder or hub name.
 
-    Responses of a policy with another tokenizer are scored through their text. `options` are those of
-    `load_sequence_classifier`.
+    Responses of a policy with another tokenizer are scored through their text.
+
+    Args:
+        head: one score of a model that has several, by name; the result is then a `RewardHead`.
+        options: those of `load_sequence_classifier`.
+
+    Raises ModelError where nothing can be loaded, or there is no such head.
     """
     model = RewardModel.from_pretrained(path, **options)
     model.tokenizer = load_tokenizer(path, trust_remote_code=options.get("trust_remote_code", False), needs_end_token=False)
-    return model
+    return model if head is None else model.head(head)
+
+
+def _number_of(heads: Heads) -> int:
+    """How many; 0 for None. Raises ModelError for names that are no names."""
+    if heads is None or isinstance(heads, int):
+        if heads is not None and heads < 1:
+            raise ModelError(f"heads={heads}: a reward model gives at least one score")
+        return heads or 0
+    names = [heads] if isinstance(heads, str) else list(heads)
+    if isinstance(heads, str) or not names or len(set(names)) < len(names) or not all(names):
+        raise ModelError(f"heads={heads!r}: a list of different names is needed", remedy='heads=["helpful", "honest"]')
+    return len(names)
 
 
 def _new_value_head(base: PreTrainedModel) -> nn.Linear:

@@ -133,17 +133,24 @@ class Roles:
 
         given = self.given.get(role) or self.settings.model.reward_path
         tokenizer = self.tokenizer
+        heads = getattr(self.settings, "heads", None) or None
         if isinstance(given, RewardModel):
             model, tokenizer = given, given.tokenizer or tokenizer
+            if loss is not None and heads and heads != given.head_names:
+                raise ConfigError(
+                    f"the model's heads are {given.head_names}, the settings name {heads}",
+                    where="heads",
+                    remedy="give the model these heads: RewardModel.from_causal_lm(model, heads=[...])",
+                )
         elif given is not None and loss is not None:
-            model = RewardModel.from_pretrained(given, **self._loading())
+            model = RewardModel.from_pretrained(given, heads=heads, **self._loading())
         elif given is not None:
             model = load_reward_model(given, **self._loading())
             tokenizer = model.tokenizer
         elif loss is not None and self._actor_is_path():
-            model = RewardModel.from_pretrained(self._actor_path(), heads=1, **self._loading())
+            model = RewardModel.from_pretrained(self._actor_path(), heads=heads or 1, **self._loading())
         elif loss is not None:
-            model = RewardModel.from_causal_lm(_unwrap(self.given["actor"]))
+            model = RewardModel.from_causal_lm(_unwrap(self.given["actor"]), heads=heads or 1)
         else:
             raise ConfigError(f"the role '{role}' has no model", where="model.reward_path", remedy="set model.reward_path")
         engine = self._engine(role, model.to(self.device), loss)

@@ -6,8 +6,7 @@ from typing import Any
 
 from podium.controller.dispatch import dispatch
 from podium.core.batch import Batch
-from podium.core.errors import RewardError
-from podium.engines.base import TrainEngine
+from podium.core.errors import RewardError, did_you_mean
 from podium.workers.base import TrainedRole
 
 
@@ -19,22 +18,38 @@ class RewardWorker(TrainedRole):
         policy_tokenizer: the tokenizer of the batches that arrive.
     """
 
-    def __init__(self, engine: TrainEngine, *, tokenizer: Any, policy_tokenizer: Any = None, **trained: Any) -> None:
+    def __init__(self, engine: Any, *, tokenizer: Any, policy_tokenizer: Any = None, **trained: Any) -> None:
         super().__init__(engine, **trained)
         self.tokenizer, self.policy_tokenizer = tokenizer, policy_tokenizer
+        self.head_names: list[str] = engine.model.head_names
         # An encoder's tokenizer frames a pair of texts with tokens of its own; one without an end token can close nothing.
         self._pairs = tokenizer.eos_token_id is None or None not in (tokenizer.cls_token_id, tokenizer.sep_token_id)
         self._same = policy_tokenizer is None or tokenizer.get_vocab() == policy_tokenizer.get_vocab()
 
     @dispatch("rows")
-    def score(self, batch: Batch, name: str = "rewards") -> Batch:
+    def score(self, batch: Batch, name: str = "rewards", head: str | None = None) -> Batch:
         """The model's score of each row's prompt and response, as the sequence column `name`.
 
+        A model with several heads gives one of them (`head`), or all as `scores.<head>` where `name` is "scores".
         A decoder was trained on answers that end: a response that was cut is closed with the end token before it is judged.
-        Raises RewardError where a row is longer than the model's tokenizer allows.
+        Raises RewardError where a row is longer than the model's tokenizer allows; or where there are several heads and
+        one score is asked for without saying which.
         """
         scored = self._closed(batch) if self._same else self._retokenised(batch)
-        return Batch({name: self.engine.compute(scored, ("scores",))["scores"]})
+        names = self.head_names
+        if head is not None and head not in names:
+            raise RewardError(f"the reward model has no head '{head}'", where="score", remedy=did_you_mean(head, names))
+        if len(names) > 1 and head is None and name != "scores":
+            raise RewardError(
+                f"the reward model has several heads ({', '.join(names)}), and one score was asked for",
+                where="score",
+                remedy='say which: RewardStage(models=[model.head("...")]), score(batch, head="..."); '
+                'or take them all: score(batch, name="scores")',
+            )
+        scores = self.engine.compute(scored, ("scores",))
+        if len(names) > 1:
+            return scores if head is None else Batch({name: scores[f"scores.{head}"]})
+        return Batch({name: scores["scores"]})
 
     @dispatch("rows")
     def get_reward(self, batch: Batch) -> Batch:

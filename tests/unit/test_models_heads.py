@@ -16,9 +16,12 @@ from transformers import (
     PreTrainedModel,
 )
 
+from podium.algorithms import Loss, pairwise_reward_loss
 from podium.core.batch import Batch
 from podium.core.errors import ModelError
-from podium.models.heads import ActorModel, CriticModel, RewardModel
+from podium.core.settings import OptimizerSettings
+from podium.engines.train import SingleDeviceEngine
+from podium.models.heads import ActorModel, CriticModel, RewardHead, RewardModel, load_reward_model
 from podium.models.lm_head import base_of, lm_head_of, own_attention
 from podium.models.packed import pack
 from tests.tiny import FAMILIES, PAD_ID, tiny_model, tiny_tokenizer
@@ -212,6 +215,71 @@ def test_reward_model_equals_plain_transformers_after_saving(tmp_path: Path) -> 
 def test_reward_model_with_several_heads() -> None:
     reward = RewardModel.from_causal_lm(tiny_model("qwen2"), heads=3)
     assert reward.compute(pack(rows()), ("scores",))["scores"].shape == (5, 3)
+
+
+def test_head_names_are_kept_in_the_folder(tmp_path: Path) -> None:
+    names = ["helpful", "honest", "harmless"]
+    tiny_model().save_pretrained(tmp_path / "lm")
+    reward = RewardModel.from_pretrained(tmp_path / "lm", heads=names, dtype="float32")
+    reward.save_pretrained(tmp_path / "rm", tiny_tokenizer())
+    again = load_reward_model(tmp_path / "rm", dtype="float32")
+    assert again.head_names == names
+    want = reward.compute(pack(rows()), ("scores",))["scores"]
+    assert torch.equal(again.compute(pack(rows()), ("scores",))["scores"], want)
+    head = load_reward_model(tmp_path / "rm", head="honest", dtype="float32")
+    assert isinstance(head, RewardHead) and head.name == "honest" and head.model.head_names == names
+    assert AutoConfig.from_pretrained(tmp_path / "rm").id2label == dict(enumerate(names))
+    with pytest.raises(ModelError, match=r"(?s)called helpful, honest, harmless, not honest, helpful.*in that order"):
+        RewardModel.from_pretrained(tmp_path / "rm", heads=["honest", "helpful", "harmless"])
+
+
+def test_heads_without_names_are_numbered_and_can_be_named(tmp_path: Path) -> None:
+    reward = RewardModel.from_causal_lm(tiny_model(), heads=2)
+    assert reward.head_names == ["0", "1"]
+    with pytest.raises(ModelError, match=r"no head '2'"):
+        reward.head("2")
+    reward.save_pretrained(tmp_path / "rm")
+    named = RewardModel.from_pretrained(tmp_path / "rm", heads=["a", "b"], dtype="float32")
+    assert named.head_names == ["a", "b"]
+    assert torch.equal(named.model.score.weight, reward.model.score.weight)
+
+
+def head_loss() -> Loss:
+    """Bradley-Terry on the score that each pair is about."""
+
+    def function(outputs: Any, columns: Any) -> Any:
+        scores = outputs["scores"].gather(1, columns["head"][:, None])[:, 0]
+        return pairwise_reward_loss().function({"scores": scores}, columns)
+
+    return Loss("pairwise", function, ("scores",), ("pair_id", "chosen", "head"), mask="chosen", keep_together="pair_id")
+
+
+def test_heads_learn_from_their_own_pairs_whatever_the_micro_batches() -> None:
+    draw = torch.Generator().manual_seed(0)
+    ids = {n: [torch.randint(3, 100, (int(k),), generator=draw).tolist() for k in (4, 9, 6, 5) * 2] for n in ("p", "r")}
+    pairs = Batch(
+        {"prompt_ids": ids["p"], "response_ids": ids["r"], "pair_id": [0, 0, 1, 1, 2, 2, 3, 3], "head": [0] * 4 + [1] * 4}
+    )
+    pairs = pairs.with_columns({"chosen": [True, False] * 4})
+    gradients = []
+    for budget in (10_000, 20):
+        reward = RewardModel.from_causal_lm(tiny_model(), heads=["a", "b", "c"])
+        reward.model.score.weight.data.copy_(torch.linspace(-1, 1, 3 * 64).view(3, 64))
+        engine = SingleDeviceEngine(reward, optimizer=OptimizerSettings(lr=1e-3), microbatch_tokens=budget)
+        before = reward.model.score.weight.detach().clone()
+        metrics = [engine.update(pairs, head_loss()) for _ in range(4)]
+        gradients.append(metrics[0].mean("grad_norm"))
+        assert metrics[-1].mean("loss") < metrics[0].mean("loss")
+        moved = (reward.model.score.weight - before).abs().sum(1) > 0
+        assert moved.tolist() == [True, True, False]
+        assert engine.compute(pairs, ("scores",)).names == ["scores.a", "scores.b", "scores.c"]
+    assert gradients[0] == pytest.approx(gradients[1], rel=1e-5)
+
+
+@pytest.mark.parametrize("heads", [0, [], ["a", "a"], "helpful", [""]])
+def test_heads_that_are_none_are_refused(heads: Any) -> None:
+    with pytest.raises(ModelError, match="heads="):
+        RewardModel.from_causal_lm(tiny_model(), heads=heads)
 
 
 def test_reward_model_from_a_language_models_folder_needs_to_be_asked(tmp_path: Path) -> None:

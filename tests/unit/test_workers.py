@@ -48,3 +48,34 @@ def test_a_cut_response_is_closed_before_it_is_scored():
     worker = RewardWorker(Engine(), tokenizer=tiny_tokenizer(), policy_tokenizer=tiny_tokenizer())
     worker.score(Batch({"prompt_ids": [[1, 5], [1, 6], [1, 7]], "response_ids": [[8], [9, EOS_ID], []]}))
     assert seen == [[[8, EOS_ID], [9, EOS_ID], [EOS_ID]]]
+
+
+@pytest.fixture
+def three_heads():
+    from podium.engines.train.single import SingleDeviceEngine
+    from podium.models.heads import RewardModel
+    from podium.workers.reward import RewardWorker
+    from tests.tiny import tiny_model, tiny_tokenizer
+
+    model = RewardModel.from_causal_lm(tiny_model(), heads=["helpful", "honest", "harmless"])
+    return RewardWorker(SingleDeviceEngine(model, microbatch_tokens=8), tokenizer=tiny_tokenizer())
+
+
+def test_a_worker_gives_every_head_its_column_or_the_one_asked_for(three_heads):
+    batch = Batch({"prompt_ids": [[1, 5], [1, 6, 9], [1, 7]], "response_ids": [[8], [9, 4], []]})
+    scores = three_heads.score(batch, name="scores")
+    assert scores.names == ["scores.harmless", "scores.helpful", "scores.honest"]
+    for row in range(3):
+        alone = three_heads.score(batch.index([row]), name="scores")
+        assert float(alone["scores.honest"][0]) == pytest.approx(float(scores["scores.honest"][row]), abs=1e-5)
+    assert torch.equal(three_heads.score(batch, head="honest")["rewards"], scores["scores.honest"])
+
+
+def test_one_score_of_several_heads_has_to_be_named(three_heads):
+    from podium.core.errors import RewardError
+
+    batch = Batch({"prompt_ids": [[1, 5]], "response_ids": [[8]]})
+    with pytest.raises(RewardError, match="several heads"):
+        three_heads.get_reward(batch)
+    with pytest.raises(RewardError, match="did you mean 'honest'"):
+        three_heads.score(batch, head="honst")

@@ -24,7 +24,7 @@ class PackedModel(Protocol):
     """What the engine needs of a model (an `nn.Module`): ActorModel, CriticModel, RewardModel."""
 
     def compute(self, packed: Packed, outputs: Sequence[str]) -> dict[str, Tensor]:
-        """Per response token `[M]`, or per sequence `[S]` for `scores`."""
+        """Per response token `[M]`; per sequence for `scores`: `[S]`, or `[S, H]` with `head_names` for the H columns."""
         ...
 
 
@@ -62,6 +62,8 @@ class SingleDeviceEngine:
     def compute(self, batch: Batch, outputs: Sequence[str]) -> Batch:
         """Forward only: `log_probs`, `entropy`, `values` as token columns, `scores` as a sequence column, on the CPU, fp32.
 
+        A reward model with several heads gives a column `scores.<head>` for each.
+
         Args:
             batch: with `prompt_ids` and `response_ids`.
             outputs: what the model shall compute, by name.
@@ -78,7 +80,12 @@ class SingleDeviceEngine:
         columns: dict[str, Any] = {}
         for name in outputs:
             flat = torch.cat([part[name] for part in parts]).float().cpu()
-            columns[name] = flat[back] if name in SEQUENCE_OUTPUTS else Ragged.of_lengths(flat, lengths).index(back)
+            if name not in SEQUENCE_OUTPUTS:
+                columns[name] = Ragged.of_lengths(flat, lengths).index(back)
+            elif flat.ndim == 1:
+                columns[name] = flat[back]
+            else:
+                columns |= {f"{name}.{head}": flat[back, i] for i, head in enumerate(self.model.head_names)}
         return Batch(columns)
 
     # ------------------------------------------------------------------ update
