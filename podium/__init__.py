@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from podium.recipes import train as train
     from podium.stages.policy import GRPOStage as GRPOStage
     from podium.stages.policy import PPOStage as PPOStage
+    from podium.stages.reward import CostStage as CostStage
     from podium.stages.reward import RewardStage as RewardStage
     from podium.stages.rollout import RolloutStage as RolloutStage
     from podium.trainer import LLMTrainer as LLMTrainer
@@ -35,7 +36,7 @@ _HOMES = {
     "podium.recipes": ("train",),
     "podium.workers.advantages": ("estimate_advantages",),
     "podium.stages.policy": ("GRPOStage", "PPOStage"),
-    "podium.stages.reward": ("RewardStage",),
+    "podium.stages.reward": ("CostStage", "RewardStage"),
     "podium.stages.rollout": ("RolloutStage",),
     "podium.trainer": ("LLMTrainer", "Trainer"),
 }

@@ -33,8 +33,10 @@ def check_columns(rewards: Iterable[Reward], columns: Iterable[str]) -> None:
             )
 
 
-def fuse(batch: Batch, rewards: Sequence[Reward], state: TrainerState | None = None) -> tuple[Batch, Metrics]:
-    """Scores a batch of B rows by every reward.
+def fuse(
+    batch: Batch, rewards: Sequence[Reward], state: TrainerState | None = None, *, family: str = "reward"
+) -> tuple[Batch, Metrics]:
+    """Scores a batch of B rows by every reward. `family` "cost" names columns and metrics so, instead of "reward".
 
     Returns the rows that were scored, with `reward.<name>` (before its weight; NaN where it does not apply) and
     `rewards`, the weighted sum of those that apply (float32), and the metrics: `reward/mean`, `reward/<name>`, what a
@@ -56,11 +58,11 @@ def fuse(batch: Batch, rewards: Sequence[Reward], state: TrainerState | None = N
         total += torch.where(here, scored.values * reward.weight, 0.0)
         applied |= here
         failed[[row for row, _ in scored.failed]] = True
-        columns[f"reward.{reward.name}"] = scored.values
+        columns[f"{family}.{reward.name}"] = scored.values
         columns |= {
             f"data.{name}": v for name, v in scored.columns.items() if len(v) == len(batch) and f"data.{name}" not in batch
         }
-        metrics.merge(scored.metrics, f"reward/{reward.name}/")
+        metrics.merge(scored.metrics, f"{family}/{reward.name}/")
         first = first or _failure(batch, reward, scored)
     kept = applied & ~failed
     skipped = int((~kept).sum())
@@ -76,8 +78,8 @@ def fuse(batch: Batch, rewards: Sequence[Reward], state: TrainerState | None = N
         raise RewardError(
             f"the weighted sum is {float(total[row])}, not a finite number", where=f"rewards, {sample(batch, row)}"
         )
-    out = batch.with_columns({**columns, "rewards": total}).index(kept)
-    _count(metrics, out, rewards, skipped)
+    out = batch.with_columns({**columns, f"{family}s": total}).index(kept)
+    _count(metrics, out, rewards, skipped, family)
     return out, metrics
 
 
@@ -98,10 +100,10 @@ def _failure(batch: Batch, reward: Reward, scored: Scored) -> str | None:
     return f"reward '{reward.name}', {sample(batch, row)}: {reason}"
 
 
-def _count(metrics: Metrics, out: Batch, rewards: Sequence[Reward], skipped: int) -> None:
-    metrics.add("reward/mean", float(out["rewards"].sum()), len(out))
+def _count(metrics: Metrics, out: Batch, rewards: Sequence[Reward], skipped: int, family: str) -> None:
+    metrics.add(f"{family}/mean", float(out[f"{family}s"].sum()), len(out))
     for reward in rewards:
-        values: Tensor = out[f"reward.{reward.name}"]
+        values: Tensor = out[f"{family}.{reward.name}"]
         there = values[~values.isnan()]
-        metrics.add(f"reward/{reward.name}", float(there.sum()), len(there))
-    metrics.add("reward/skipped", skipped)
+        metrics.add(f"{family}/{reward.name}", float(there.sum()), len(there))
+    metrics.add(f"{family}/skipped", skipped)

@@ -3,17 +3,55 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from podium.core.batch import Batch, resolve
-from podium.rewards.base import OnError, Scored, collect
+from podium.core.errors import RewardError, did_you_mean
+from podium.rewards.base import REMEDY, OnError, Scored, sample
 
 
 class ModelReward:
-    """Scores by `score(batch) -> Batch` with the column `scores` (a role handle's `score`; its future is waited for)."""
+    """Scores by `score(batch) -> Batch` (a role handle's `score`; its future is waited for).
 
-    def __init__(self, name: str, score: Callable[[Batch], Batch], *, weight: float = 1.0, on_error: OnError = "raise") -> None:
-        self.name, self.score, self.weight, self.on_error = name, score, weight, on_error
+    Args:
+        score: gives the column `scores` for a model with one head, `scores.<head>` for each head of one with several.
+        head: which of several heads; None: the model has one.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        score: Callable[[Batch], Any],
+        *,
+        head: str | None = None,
+        weight: float = 1.0,
+        on_error: OnError = "raise",
+    ) -> None:
+        self.name, self.score, self.head, self.weight, self.on_error = name, score, head, weight, on_error
 
     def __call__(self, batch: Batch) -> Scored:
-        scores = resolve(self.score(batch))["scores"]
-        return collect(self.name, batch, scores.tolist(), self.on_error)
+        """Raises RewardError for a score that is not finite (unless skipped), or a head that the model has not."""
+        values = self._column(resolve(self.score(batch))).float()
+        failed = []
+        for row in (~values.isfinite()).nonzero()[:, 0].tolist():
+            reason = f"the model gave {float(values[row])}, not a finite number"
+            if self.on_error == "raise":
+                raise RewardError(reason, where=f"reward '{self.name}', {sample(batch, row)}", remedy=REMEDY)
+            failed.append((row, reason))
+        return Scored(torch.where(values.isfinite(), values, torch.nan), failed)
+
+    def _column(self, scores: Batch) -> Tensor:
+        heads = [name.removeprefix("scores.") for name in scores.names if name.startswith("scores.")]
+        if self.head in heads:
+            return scores[f"scores.{self.head}"]
+        if "scores" in scores:  # one head: a name for it need not be known to the worker
+            return scores["scores"]
+        if self.head is None:
+            what = f"the model has {len(heads)} heads: {', '.join(heads)}"
+            remedy = f"name those that count: models=[model.head('{heads[0]}'), ...], or weights={{'{heads[0]}': 1.0, ...}}"
+        else:
+            what, remedy = f"the model has no head '{self.head}'", did_you_mean(self.head, heads)
+        raise RewardError(what, where=f"reward '{self.name}'", remedy=remedy)

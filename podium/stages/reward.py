@@ -1,10 +1,9 @@
-"""Scoring responses, with functions and with models."""
+"""Scoring responses, with functions and with models: rewards, and the costs of Safe-RLHF."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from podium.core.batch import Batch
 from podium.core.errors import ConfigError
@@ -13,76 +12,100 @@ from podium.rewards.base import Reward, TrainerState
 from podium.rewards.fusion import check_columns, fuse
 from podium.rewards.loading import load_rewards
 from podium.rewards.model import ModelReward
+from podium.rewards.sources import Weights, match_weights, model_sources
 from podium.stages.base import Stage, StepContext
 
 
-class RewardStage(Stage):
-    """Every source scores every response; `rewards` is their weighted sum.
+class ScoringStage(Stage):
+    """Every source scores every response; their weighted sum is the column that the subclass names.
 
     Args:
-        models: reward models (`load_reward_model(path)`), each a role of its own: `reward`, `reward_2`, ...
+        models: reward models (`load_reward_model(path)`), or heads of one (`model.head("helpfulness")`). Each model is a role
+            of its own: `reward`, `reward_2`, ...; heads of one model share its role and its forward pass.
         functions: python functions with TRL's or verl's signature, names of built-ins, or `RewardSettings`.
-        weights: one per source, models first; by default 1 (or the settings' own).
+        weights: one per source, models (and heads) first, or a mapping by source name; by default 1 (or the settings' own).
 
-    Raises ConfigError where weights and sources differ in number, or there is no source.
+    Raises ConfigError where weights and sources do not match, or there is no source.
     """
 
-    name = "reward"
+    family: ClassVar[str]
+    """Roles, columns and metrics begin with it."""
+    total: ClassVar[str]
+    """The column of the weighted sum."""
     reads = ("prompt_ids", "response_ids", "response")
-    writes = ("rewards",)
-    changes_rows = True  # samples whose reward is skipped leave the step
+    changes_rows = True  # samples that cannot be scored and are skipped leave the step
 
     def __init__(
         self,
         models: Sequence[Any] = (),
         functions: Sequence[Callable[..., Any] | str | RewardSettings] = (),
-        weights: Sequence[float] | None = None,
+        weights: Weights = None,
     ) -> None:
-        self._models = list(models)
-        for model in self._models:
-            if inspect.isroutine(model):
-                raise ConfigError(
-                    f"{model!r} is no reward model", where="RewardStage", remedy="functions go in RewardStage(functions=[...])"
-                )
-        sources = len(self._models) + len(functions)
-        if sources == 0:
-            raise ConfigError("no reward source", where="RewardStage", remedy="set rewards (a function) or model.reward_path")
-        if weights is not None and len(weights) != sources:
-            raise ConfigError(
-                f"{len(weights)} weights for {sources} reward sources", where="RewardStage", remedy="give one weight a source"
-            )
-        n = len(self._models)
-        self._model_weights = list(weights[:n]) if weights is not None else [1.0] * n
+        where = type(self).__name__
+        self._models, self.sources = model_sources(models, self.family, where, weights)
         self.functions: list[Reward] = load_rewards(functions)
-        if weights is not None:
-            for function, weight in zip(self.functions, weights[n:], strict=True):
-                function.weight = weight
-        self.roles = tuple(self.models())
-        taken = [f.name for f in self.functions if f.name in self.roles]
+        if not self.sources and not self.functions:
+            raise ConfigError(f"no {self.family} source", where=where, remedy="set rewards (a function) or model.reward_path")
+        self.roles = tuple(self._models)
+        named = [source.name for source in self.sources]
+        taken = [f.name for f in self.functions if f.name in (*named, *self.roles)]
         if taken:
             raise ConfigError(
-                f"a reward function is called '{taken[0]}', as a reward model's role is",
+                f"a {self.family} function is called '{taken[0]}', as a {self.family} model's role or head is",
                 where="rewards",
                 remedy="give it another name",
             )
+        self.weights = match_weights(weights, named, [f.name for f in self.functions], where)
+        for function in self.functions:
+            function.weight = self.weights.get(function.name, function.weight)
 
     def models(self) -> dict[str, Any]:
-        return {("reward" if i == 0 else f"reward_{i + 1}"): model for i, model in enumerate(self._models)}
+        return dict(self._models)
 
     def check_data(self, columns: Iterable[str]) -> None:
         """Raises ConfigError where a function needs a data column that is not there."""
         check_columns(self.functions, columns)
 
     def run(self, batch: Batch, context: StepContext) -> Batch:
-        models = [
-            ModelReward(name, _scorer(context.roles[name]), weight=weight)
-            for name, weight in zip(self.models(), self._model_weights, strict=True)
-        ]
-        fused, metrics = fuse(batch, [*models, *self.functions], TrainerState(context.step, context.total_steps, context.epoch))
-        context.metrics.merge(metrics)
+        return self.score(batch, context)
+
+    def score(self, batch: Batch, context: StepContext, *, learn: bool = True) -> Batch:
+        """The rows that could be scored, with the sum and each source's own score.
+
+        Args:
+            learn: False scores other responses of the same step (the greedy ones of ReMax): no running statistics are
+                updated and no metrics added.
+        """
+        state = TrainerState(context.step, context.total_steps, context.epoch)
+        fused, metrics = fuse(batch, [*self._model_rewards(batch, context), *self.functions], state, family=self.family)
+        if learn:
+            context.metrics.merge(metrics)
         return fused
 
+    def _model_rewards(self, batch: Batch, context: StepContext) -> list[ModelReward]:
+        # One call a role, whatever heads are asked for; all are under way before the first is waited for.
+        ids = batch.select("prompt_ids", "response_ids")
+        passes = {role: context.roles[role].score(ids, name="scores") for role in self.roles}
+        return [
+            ModelReward(s.name, lambda _, role=s.role: passes[role], head=s.head, weight=self.weights[s.name])  # type: ignore[misc]
+            for s in self.sources
+        ]
 
-def _scorer(role: Any) -> Callable[[Batch], Any]:
-    """A reward role's handle as a function from a batch to its column `scores`."""
-    return lambda batch: role.score(batch.select("prompt_ids", "response_ids"), name="scores")
+
+class RewardStage(ScoringStage):
+    """Writes `rewards`, and each source's score as `reward.<name>`. Its arguments: see `ScoringStage`."""
+
+    name = "reward"
+    family, total = "reward", "rewards"
+    writes = ("rewards",)
+
+
+class CostStage(ScoringStage):
+    """Writes `costs` (and each source's as `cost.<name>`): what Safe-RLHF holds below a threshold (arXiv:2310.12773).
+
+    Sources are as for `RewardStage`; the roles of models are `cost`, `cost_2`, ...
+    """
+
+    name = "cost"
+    family, total = "cost", "costs"
+    writes = ("costs",)
