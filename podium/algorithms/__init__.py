@@ -6,7 +6,16 @@ from podium.algorithms.advantage_estimators import (
     advantage_estimator,
     find_advantage_estimator,
 )
-from podium.algorithms.advantages import broadcast_to_tokens, gae, group_relative, leave_one_out, whiten
+from podium.algorithms.advantages import (
+    broadcast_to_tokens,
+    distillation_advantages,
+    gae,
+    group_relative,
+    leave_one_out,
+    optimal_baseline,
+    returns_to_go,
+    whiten,
+)
 from podium.algorithms.base import Loss
 from podium.algorithms.entropy import entropy_from_logits
 from podium.algorithms.kl import (
@@ -37,6 +46,7 @@ __all__ = [
     "check_reduction",
     "clipped_policy_loss",
     "clipped_value_loss",
+    "distillation_advantages",
     "entropy_from_logits",
     "find_advantage_estimator",
     "gae",
@@ -46,8 +56,10 @@ __all__ = [
     "log_probs_from_hidden",
     "log_probs_from_logits",
     "negative_log_likelihood",
+    "optimal_baseline",
     "pairwise_reward_loss",
     "policy_loss",
+    "returns_to_go",
     "supervised_loss",
     "token_weights",
     "value_loss",

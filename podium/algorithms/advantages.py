@@ -92,6 +92,56 @@ def leave_one_out(rewards: Tensor, group_id: Tensor) -> Tensor:
     return (rewards - others).masked_fill(_is_constant(rewards, group, sizes), 0.0)
 
 
+def returns_to_go(token_rewards: Tensor, mask: Tensor, *, gamma: float = 1.0) -> Tensor:
+    """What is still to come: G_t = r_t + gamma * G_{t+1} (Sutton and Barto 2018, eq. 3.9).
+
+    `t + 1` is the next token that the mask selects, and a reward outside the mask counts as in `gae`; this is `gae` without
+    values and with lambda 1.
+
+    Shapes: both [B, T]; `mask` bool. Returns [B, T] in fp32 (fp64 for fp64), 0 outside the mask, without gradient. Raises
+    `ValueError` for shapes that differ.
+    """
+    return gae(token_rewards, torch.zeros_like(token_rewards), mask, gamma=gamma, gae_lambda=1.0)[0]
+
+
+def optimal_baseline(rewards: Tensor, group_id: Tensor, lengths: Tensor) -> Tensor:
+    """OPO (Hao et al. 2025, arXiv:2505.23585): the reward less the length-weighted mean of its group.
+
+    A_i = r_i - sum_j l_j r_j / sum_j l_j, over the rows j of the group, i included. It is the baseline of least variance when
+    a response's squared gradient grows with its length. A group of one, or one whose rewards are all equal, gives exactly 0.
+
+    Shapes: all [B]; `group_id` any integers in any order, `lengths` in trained tokens. Returns [B] in fp32 (fp64 for fp64).
+    Raises `ValueError` for other shapes.
+    """
+    group, sizes, rewards = _groups(rewards, group_id)
+    _same_shape(rewards=rewards, lengths=lengths)
+    lengths = lengths.to(rewards.dtype)
+    baseline = _group_sum(lengths * rewards, group, sizes) / _group_sum(lengths, group, sizes).clamp(min=1)
+    return (rewards - baseline[group]).masked_fill(_is_constant(rewards, group, sizes), 0.0)
+
+
+def distillation_advantages(
+    teacher_log_probs: Tensor, policy_log_probs: Tensor, mask: Tensor, *, clip: float | None = None
+) -> Tensor:
+    """On-policy distillation (Agarwal et al. 2023, arXiv:2306.13649, with the reverse KL): how much likelier the teacher was.
+
+    A_t = log p_teacher(y_t) - log p_policy(y_t), minus the k1 estimate of KL(policy, teacher) at the token. Ascending it as a
+    policy gradient, each token paid for itself alone, descends that KL (Thinking Machines 2025, "On-policy distillation").
+    `clip` holds it within +-clip nats, so that a token which the teacher thinks impossible doesn't rule the step.
+
+    Shapes: all [B, T]; `mask` bool. Returns [B, T] in fp32 (fp64 for fp64), 0 outside the mask, without gradient. Raises
+    `ValueError` for shapes that differ or a clip that is not above 0.
+    """
+    _same_shape(teacher_log_probs=teacher_log_probs, policy_log_probs=policy_log_probs, mask=mask)
+    if clip is not None and not clip > 0:
+        raise ValueError(f"clip must be above 0 (nats), or None for no clip; got {clip}.")
+    dtype = _at_least_fp32(teacher_log_probs, policy_log_probs)
+    advantages = teacher_log_probs.detach().to(dtype) - policy_log_probs.detach().to(dtype)
+    if clip is not None:
+        advantages = advantages.clamp(-clip, clip)
+    return advantages.masked_fill(~mask.bool(), 0.0)
+
+
 def broadcast_to_tokens(advantages: Tensor, mask: Tensor) -> Tensor:
     """Give every selected token of a response the advantage of the response: [B], [B, T] bool -> [B, T], 0 elsewhere."""
     if mask.dim() != 2 or advantages.shape != mask.shape[:1]:

@@ -12,6 +12,7 @@ import torch
 from torch.testing import assert_close
 
 from podium.algorithms import (
+    ADVANTAGE_ESTIMATORS,
     KLController,
     clipped_policy_loss,
     clipped_value_loss,
@@ -87,6 +88,48 @@ def test_group_relative(verl, mask, normalize: bool):
 def test_leave_one_out(verl, mask):
     theirs, _ = verl.compute_rloo_outcome_advantage(at_first_token(REWARDS), mask.float(), GROUP_ID.numpy())
     assert_close(leave_one_out(REWARDS, GROUP_ID)[:, None] * mask, theirs)
+
+
+def test_optimal_baseline(verl, mask):
+    mask = mask | (torch.arange(B) == 5)[:, None]  # verl divides by 0 for a group of empty responses only
+    theirs, _ = verl.compute_opo_outcome_advantage(at_first_token(REWARDS), mask.float(), GROUP_ID.numpy())
+    ours = ADVANTAGE_ESTIMATORS["opo"](rewards=REWARDS, group_id=GROUP_ID, mask=mask)["advantages"]
+    assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.9])
+def test_reinforce_plus_plus(verl, mask, gamma: float):
+    rewards = draw(B, T, seed=14) * mask
+    theirs, their_returns = verl.compute_reinforce_plus_plus_outcome_advantage(
+        rewards, mask.float(), config=SimpleNamespace(gamma=gamma)
+    )
+    given = {"token_rewards": rewards, "mask": mask, "gamma": gamma}
+    assert_close(ADVANTAGE_ESTIMATORS["reinforce_plus_plus"](**given)["advantages"], theirs)
+    assert_close(ADVANTAGE_ESTIMATORS["reinforce"](**given)["advantages"], their_returns)
+
+
+def test_reinforce_plus_plus_baseline(verl, mask):
+    theirs, _ = verl.compute_reinforce_plus_plus_baseline_outcome_advantage(
+        at_first_token(REWARDS), mask.float(), GROUP_ID.numpy()
+    )
+    ours = ADVANTAGE_ESTIMATORS["reinforce_plus_plus_baseline"](rewards=REWARDS, group_id=GROUP_ID, mask=mask)["advantages"]
+    assert_close(ours, theirs)
+
+
+def test_remax(verl, mask):
+    rewards, baseline = draw(B, T, seed=15) * mask, draw(B, seed=16)
+    theirs, _ = verl.compute_remax_outcome_advantage(rewards, baseline, mask.float())
+    ours = ADVANTAGE_ESTIMATORS["remax"](token_rewards=rewards, baseline_rewards=baseline, mask=mask)["advantages"]
+    assert_close(ours, theirs * mask)  # verl leaves the reward to come on the environment's tokens
+
+
+@pytest.mark.parametrize("name", ["rloo", "opo", "reinforce_plus_plus_baseline"])
+def test_a_group_of_one_has_no_baseline_in_verl(verl, name: str):
+    mask, index = torch.ones(2, 2), torch.tensor([0, 1])
+    theirs, _ = getattr(verl, f"compute_{name}_outcome_advantage")(torch.tensor([[3.0, 0], [1, 0]]), mask, index.numpy())
+    assert theirs.abs().min() > 0
+    ours = ADVANTAGE_ESTIMATORS[name](rewards=torch.tensor([3.0, 1.0]), group_id=index, mask=mask.bool())["advantages"]
+    assert not ours.any()
 
 
 def test_a_group_of_one_is_zero_here_and_the_raw_reward_in_verl(verl):

@@ -134,6 +134,9 @@ def test_registered_estimators_return_their_columns():
         "group_id": torch.tensor([5, 5]),
         "token_rewards": torch.tensor([[0.0, 1.0], [3.0, 0.0]]),
         "values": torch.tensor([[0.5, 0.5], [1.0, 0.0]]),
+        "baseline_rewards": torch.tensor([0.5, 1.0]),
+        "teacher_log_probs": torch.tensor([[-1.0, -2.0], [-3.0, 0.0]]),
+        "policy_log_probs": torch.tensor([[-2.0, -2.0], [-1.0, 0.0]]),
         "mask": torch.tensor([[1, 1], [1, 0]]).bool(),
     }
     assert {"grpo", "dr_grpo", "rloo", "gae"} <= set(ADVANTAGE_ESTIMATORS)
