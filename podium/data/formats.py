@@ -45,6 +45,16 @@ class Format:
         return tuple(self.prompt_column if name == "prompt" else name for name in self.kind.value)
 
     @property
+    def pairs(self) -> bool:
+        """Rows are preference pairs."""
+        return self.kind in (FormatKind.PREFERENCE, FormatKind.IMPLICIT_PREFERENCE)
+
+    @property
+    def labelled(self) -> bool:
+        """Rows are answers with a label."""
+        return self.kind is FormatKind.LABELLED
+
+    @property
     def description(self) -> str:
         """One line for the user."""
         what = {
@@ -68,7 +78,8 @@ class Example:
     completion: Text | None = None
     chosen: Text | None = None
     rejected: Text | None = None
-    label: bool | None = None
+    label: Any = None
+    """As the row gives it: `as_label` reads it where a label is asked for."""
     extras: dict[str, Any] = field(default_factory=dict)
 
 
@@ -131,10 +142,6 @@ def _example(rows: Sequence[Mapping[str, Any]], i: int, fmt: Format) -> Example:
     _check_filled(rows, i, fmt.prompt_column, prompt, "the prompt is empty")
     others = {n: _text(rows, i, n, fmt.chat) for n in ("completion", "chosen", "rejected") if n in kind.value}
     if kind is FormatKind.LABELLED:
-        if not isinstance(row["label"], bool):
-            raise DataError(
-                f"expected true or false, found {_found(row['label'])}", where=f"{place_of(rows, i)}, column 'label'"
-            )
         others["label"] = row["label"]
     extras = _extras(row, used)
     if kind is FormatKind.VERL:
@@ -146,6 +153,35 @@ def _example(rows: Sequence[Mapping[str, Any]], i: int, fmt: Format) -> Example:
 
 def _extras(row: Mapping[str, Any], used: set[str]) -> dict[str, Any]:
     return {name: value for name, value in row.items() if name not in used}
+
+
+# ---------------------------------------------------------------------- values
+
+EMPTY_REMEDY = "fill the answer in or remove the row"
+
+
+def as_label(value: Any, where: str) -> bool:
+    """True or false from a row's `label`; 1 and 0 are taken too. Raises DataError for anything else."""
+    if isinstance(value, bool) or (isinstance(value, int) and value in (0, 1)):
+        return bool(value)
+    raise DataError(
+        f"a label is true or false (or 1 or 0), found {_found(value)}",
+        where=f"{where}, column 'label'",
+        remedy="write true for a good answer and false for a bad one, or remove the row",
+    )
+
+
+def is_empty(text: Text) -> bool:
+    """No letter in it: blank text, or turns without content and without tool calls."""
+    if isinstance(text, str):
+        return not text.strip()
+    return not any(message["content"].strip() or message.get("tool_calls") for message in text)
+
+
+def shown(value: Any, length: int = 60) -> str:
+    """A value for a message, cut to `length`."""
+    text = repr(value)
+    return text if len(text) <= length else text[: length - 3] + "..."
 
 
 # ---------------------------------------------------------------------- texts
@@ -243,5 +279,4 @@ def _no_column(rows: Sequence[Mapping[str, Any]], i: int, column: str) -> DataEr
 def _found(value: Any) -> str:
     if value is None:
         return "null"
-    shown = repr(value)
-    return f"{type(value).__name__} {shown if len(shown) <= 60 else shown[:57] + '...'}"
+    return f"{type(value).__name__} {shown(value)}"

@@ -1,15 +1,15 @@
-"""Rows to a `Batch` that holds a whole data set: prompts, supervised examples, or preference pairs."""
+"""Rows to a `Batch` that holds a whole data set: prompts, supervised examples, preference pairs, or labelled answers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from podium.core.batch import Batch
-from podium.core.errors import DataError
+from podium.core.errors import DataError, did_you_mean
 from podium.core.settings import DataSettings
-from podium.data.formats import Example, Format, Text, detect, to_examples
+from podium.data.formats import EMPTY_REMEDY, Example, Format, Text, as_label, detect, is_empty, shown, to_examples
 from podium.data.rendering import Limited, Renderer, limit_prompts
 from podium.data.sources import Rows, place_of, source_of
 
@@ -33,6 +33,10 @@ class DataReport:
     max_prompt_tokens: int
     columns: tuple[str, ...]
     """The data set's extra columns, which rewards can ask for."""
+    equal: int = 0
+    """Preference pairs left out because both answers are the same."""
+    notes: tuple[str, ...] = ()
+    """What else was understood or done."""
 
     def lines(self) -> list[str]:
         out = [f"{self.source}: {self.format.description}"]
@@ -43,6 +47,9 @@ class DataReport:
             out.append(f"{self.dropped} dropped: prompt {limit}")
         if self.truncated:
             out.append(f"{self.truncated} cut on the left: prompt {limit}")
+        if self.equal:
+            out.append(f"{self.equal} dropped: the chosen and the rejected answer are the same")
+        out.extend(self.notes)
         if self.columns:
             out.append("extra columns: " + ", ".join(self.columns))
         return out
@@ -72,40 +79,158 @@ def prepare_supervised(rows: Sequence[Mapping[str, Any]], tokenizer: Any, settin
     only; it ends with the end token. Raises DataError and ModelError as `prepare_prompts`, and for a missing completion.
     """
     data = _read(rows, settings)
-    for example, where in zip(data.examples, data.places, strict=True):
-        if example.completion is None:
-            raise DataError(
-                f"no response to learn; the rows are {data.format.description}",
-                where=where,
-                remedy="give the columns prompt and completion, or messages that end with the assistant's turn",
-            )
-    limited, (responses,) = _with_responses(data, tokenizer, settings, [[e.completion for e in data.examples]])
+    limited, (responses,) = _with_responses(data, tokenizer, settings, [_filled(data, "completion")])
     columns = _prompt_columns(data, limited) | _response_columns(responses)
     return Batch(columns), data.report(limited, settings)
 
 
-def prepare_preferences(rows: Sequence[Mapping[str, Any]], tokenizer: Any, settings: DataSettings) -> tuple[Batch, DataReport]:
-    """Preference pairs as two adjacent rows, the chosen one first. Columns of `prepare_supervised`, pair_id, chosen.
+def prepare_preferences(
+    rows: Sequence[Mapping[str, Any]], tokenizer: Any, settings: DataSettings, heads: Sequence[str] | None = None
+) -> tuple[Batch, DataReport]:
+    """Preference pairs as two adjacent rows, the chosen one first.
 
-    Reads `prompt, chosen, rejected`, or `chosen, rejected` that begin with the prompt. Raises as `prepare_supervised`.
+    Columns of `prepare_supervised`, pair_id, chosen, and head: the number of the head that the pair judges.
+    Reads `prompt, chosen, rejected`, or `chosen, rejected` that begin with the prompt. Pairs whose answers are the same
+    tokens teach nothing: they are dropped and counted.
+
+    Args:
+        heads: names of a reward model's heads. The data's column `aspect` names one of them in each row; it may be
+            missing where there is one head (head is 0 then, as it is without `heads`).
+
+    Raises as `prepare_supervised`, and DataError for an empty answer, an aspect that is no head, and where no pair is left.
     """
     data = _read(rows, settings)
-    for example, where in zip(data.examples, data.places, strict=True):
-        if example.chosen is None or example.rejected is None:
-            raise DataError(
-                f"no pair of responses; the rows are {data.format.description}",
-                where=where,
-                remedy="give the columns prompt, chosen and rejected",
-            )
-    sides = [[e.chosen for e in data.examples], [e.rejected for e in data.examples]]
+    head = _heads_of(data, heads or ())
+    pairs = _pairs(data, tokenizer, settings)
+    columns = {
+        "pair_id": [i // 2 for i in range(2 * len(pairs.chosen))],
+        "chosen": [i % 2 == 0 for i in range(2 * len(pairs.chosen))],
+        "head": [head[i] for i in pairs.limited.kept for _ in range(2)],
+    }
+    report = replace(data.report(pairs.limited, settings), equal=pairs.equal, notes=_head_notes(data, head, heads or ()))
+    return pairs.batch(data).with_columns(columns), report
+
+
+def prepare_unpaired(rows: Sequence[Mapping[str, Any]], tokenizer: Any, settings: DataSettings) -> tuple[Batch, DataReport]:
+    """Answers that are each labelled good or bad (KTO). Columns of `prepare_supervised`, label, and row_mask (all true).
+
+    Reads `prompt, completion, label` (true or false; 1 and 0 are taken too). Preference pairs are also read: the chosen
+    answer becomes a row labelled true, the rejected one a row labelled false.
+    Raises as `prepare_preferences`, and DataError for a label that is neither.
+    """
+    data = _read(rows, settings)
+    notes: list[str] = []
+    if data.format.pairs:
+        pairs = _pairs(data, tokenizer, settings)
+        limited, equal, batch = pairs.limited, pairs.equal, pairs.batch(data)
+        labels = [i % 2 == 0 for i in range(len(batch))]
+        notes.append("each pair gives two rows: its chosen answer labelled true, its rejected one false")
+    else:
+        every = [_label_of(data, example, where) for example, where in zip(data.examples, data.places, strict=True)]
+        sides = [_filled(data, "completion")]
+        limited, (responses,) = _with_responses(data, tokenizer, settings, sides)
+        equal, labels = 0, [every[i] for i in limited.kept]
+        batch = Batch(_prompt_columns(data, limited) | _response_columns(responses))
+        if any(type(example.label) is int for example in data.examples):
+            notes.append("labels are numbers: 1 is read as true, 0 as false")
+    notes.append(f"{sum(labels)} answers labelled true, {len(labels) - sum(labels)} false")
+    batch = batch.with_columns({"label": labels, "row_mask": [True] * len(labels)})
+    return batch, replace(data.report(limited, settings), equal=equal, notes=tuple(notes))
+
+
+# ---------------------------------------------------------------------- pairs, labels, heads
+
+
+@dataclass(frozen=True)
+class _Pairs:
+    """The kept rows' two responses, and how many pairs were equal."""
+
+    limited: Limited
+    chosen: list[list[int]]
+    rejected: list[list[int]]
+    equal: int
+
+    def batch(self, data: _Data) -> Batch:
+        """Two adjacent rows a pair, the chosen one first."""
+        prompts = Batch(_prompt_columns(data, self.limited)).repeat(2)
+        both = [side for pair in zip(self.chosen, self.rejected, strict=True) for side in pair]
+        return prompts.with_columns(_response_columns(both))
+
+
+def _pairs(data: _Data, tokenizer: Any, settings: DataSettings) -> _Pairs:
+    sides = [_filled(data, "chosen"), _filled(data, "rejected")]
     limited, (chosen, rejected) = _with_responses(data, tokenizer, settings, sides)
-    prompts = Batch(_prompt_columns(data, limited)).repeat(2)
-    both = [side for pair in zip(chosen, rejected, strict=True) for side in pair]
-    pair_id = [i // 2 for i in range(len(both))]
-    batch = prompts.with_columns(
-        _response_columns(both) | {"pair_id": pair_id, "chosen": [i % 2 == 0 for i in range(len(both))]}
-    )
-    return batch, data.report(limited, settings)
+    # Compared as tokens: a template may strip what tells two texts apart.
+    differ = [i for i, (good, bad) in enumerate(zip(chosen, rejected, strict=True)) if good != bad]
+    if not differ:
+        raise DataError(
+            f"in all {len(chosen)} pairs the chosen and the rejected answer are the same, for example "
+            f"{shown(data.examples[limited.kept[0]].chosen)}",
+            where=data.places[limited.kept[0]],
+            remedy="give pairs whose answers differ",
+        )
+    fewer = replace(limited, kept=[limited.kept[i] for i in differ], prompt_ids=[limited.prompt_ids[i] for i in differ])
+    return _Pairs(fewer, [chosen[i] for i in differ], [rejected[i] for i in differ], len(chosen) - len(differ))
+
+
+_LACKS = {
+    "completion": (
+        "response to learn",
+        "give the columns prompt and completion, or messages that end with the assistant's turn",
+    ),
+    "chosen": ("pair of responses", "give the columns prompt, chosen and rejected"),
+    "rejected": ("pair of responses", "give the columns prompt, chosen and rejected"),
+}
+
+
+def _filled(data: _Data, name: str) -> list[Text]:
+    """A side's texts, none missing and none empty. Raises DataError."""
+    out: list[Text] = []
+    for example, where in zip(data.examples, data.places, strict=True):
+        text = getattr(example, name)
+        what, remedy = _LACKS[name]
+        if text is None:
+            raise DataError(f"no {what}; the rows are {data.format.description}", where=where, remedy=remedy)
+        if is_empty(text):
+            raise DataError(f"the answer '{name}' is empty: {shown(text)}", where=where, remedy=EMPTY_REMEDY)
+        out.append(text)
+    return out
+
+
+def _label_of(data: _Data, example: Example, where: str) -> bool:
+    if example.completion is None or not data.format.labelled:
+        raise DataError(
+            f"no labelled answer; the rows are {data.format.description}",
+            where=where,
+            remedy="give the columns prompt, completion and label (true or false), or prompt, chosen and rejected",
+        )
+    return as_label(example.label, where)
+
+
+def _heads_of(data: _Data, heads: Sequence[str]) -> list[int]:
+    """The head that each example's pair judges. Raises DataError for an aspect that is none of `heads`."""
+    out = []
+    for example, where in zip(data.examples, data.places, strict=True):
+        aspect = example.extras.get("aspect")
+        if not heads or (aspect is None and len(heads) == 1):
+            out.append(0)
+            continue
+        if not isinstance(aspect, str) or aspect not in heads:
+            said = "no aspect" if aspect is None else f"the aspect {aspect!r} is no head of the reward model"
+            near = did_you_mean(str(aspect), heads) if aspect is not None else "one of: " + ", ".join(heads)
+            raise DataError(
+                f"{said}; its heads are {', '.join(heads)}",
+                where=f"{where}, column 'aspect'",
+                remedy=near if near.startswith("did") else f"name in each row which head its pair judges; {near}",
+            )
+        out.append(list(heads).index(aspect))
+    return out
+
+
+def _head_notes(data: _Data, head: list[int], heads: Sequence[str]) -> tuple[str, ...]:
+    if len(heads) < 2:
+        return ()
+    return ("pairs per head: " + ", ".join(f"{name} {head.count(i)}" for i, name in enumerate(heads)),)
 
 
 # ---------------------------------------------------------------------- steps
@@ -142,7 +267,7 @@ def _read(rows: Sequence[Mapping[str, Any]], settings: DataSettings) -> _Data:
 
 
 def _with_responses(
-    data: _Data, tokenizer: Any, settings: DataSettings, sides: Sequence[Sequence[Text | None]]
+    data: _Data, tokenizer: Any, settings: DataSettings, sides: Sequence[Sequence[Text]]
 ) -> tuple[Limited, list[list[list[int]]]]:
     """The prompts under the limit, and for each side the responses of the kept rows."""
     renderer = Renderer(tokenizer, settings)
@@ -151,8 +276,8 @@ def _with_responses(
     limited = limit_prompts(prompt_ids, settings, data.places)
     kept = limited.kept
 
-    def of(side: Sequence[Text | None]) -> list[list[int]]:
-        whole = [renderer.answered(data.examples[i].prompt, side[i] or "", data.places[i]) for i in kept]
+    def of(side: Sequence[Text]) -> list[list[int]]:
+        whole = [renderer.answered(data.examples[i].prompt, side[i], data.places[i]) for i in kept]
         places = [data.places[i] for i in kept]
         return renderer.responses([prompts[i] for i in kept], [prompt_ids[i] for i in kept], whole, places)
 
@@ -172,8 +297,10 @@ def _prompt_columns(data: _Data, limited: Limited) -> dict[str, Any]:
 
 
 def _completions(data: _Data, limited: Limited) -> dict[str, Any]:
-    found = [data.examples[i].completion for i in limited.kept]
-    return {} if all(c is None for c in found) else {"data.completion": found}
+    """What a format uses and generation does not, for rewards to compare with."""
+    examples = [data.examples[i] for i in limited.kept]
+    found = {name: [getattr(e, name) for e in examples] for name in ("completion", "label")}
+    return {f"data.{name}": values for name, values in found.items() if any(v is not None for v in values)}
 
 
 def _response_columns(responses: list[list[int]]) -> dict[str, Any]:

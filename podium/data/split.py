@@ -15,7 +15,7 @@ from podium.core.seeding import derive_seed
 def hold_out(batch: Batch, n: int, seed: int) -> tuple[Batch, Batch]:
     """(train, held out): `n` examples drawn by `seed`, both parts in the data set's order.
 
-    An example is a row, or the two rows of a preference pair (`pair_id`), which stay together.
+    An example is a row, or the rows that came from one row of the data set (a preference pair's two), which stay together.
     Raises DataError where `n` would leave nothing to train on.
     """
     example = _examples(batch)
@@ -31,8 +31,15 @@ def hold_out(batch: Batch, n: int, seed: int) -> tuple[Batch, Batch]:
     return batch.index(~held), batch.index(held)
 
 
+def first(batch: Batch, n: int) -> Batch:
+    """The rows of the first `n` examples (all, where there are fewer)."""
+    return batch.index(_examples(batch) < n)
+
+
 def _examples(batch: Batch) -> Tensor:
     """The number of each row's example `[B]`, int64, counted from 0."""
     if "pair_id" in batch:
         return torch.unique(batch["pair_id"], return_inverse=True)[1]
+    if "row_index" in batch:
+        return torch.unique(batch["row_index"], return_inverse=True)[1]
     return torch.arange(len(batch))

@@ -8,12 +8,21 @@ from typing import Any
 from podium.core.batch import Batch
 from podium.core.errors import DataError
 from podium.core.settings import RecipeSettings
-from podium.data.prepare import prepare_preferences, prepare_prompts, prepare_supervised
+from podium.data.prepare import DataReport, prepare_preferences, prepare_prompts, prepare_supervised, prepare_unpaired
 from podium.data.sources import load_rows
-from podium.data.split import hold_out
+from podium.data.split import first, hold_out
 from podium.trainer.recipe import DataKind
 
-PREPARE = {"prompts": prepare_prompts, "supervised": prepare_supervised, "preferences": prepare_preferences}
+PREPARE = {
+    "prompts": prepare_prompts,
+    "supervised": prepare_supervised,
+    "preferences": prepare_preferences,
+    "unpaired": prepare_unpaired,
+}
+"""What makes each kind of data from rows."""
+
+UNIT: dict[DataKind, int] = {"prompts": 1, "supervised": 1, "preferences": 2, "unpaired": 1}
+"""Adjacent batch rows that stay together, by kind."""
 
 
 @dataclass
@@ -34,14 +43,13 @@ def load_data(settings: RecipeSettings, kind: DataKind, tokenizer: Any, rows: An
     Raises DataError for rows that cannot be used.
     """
     data = settings.data
-    unit = 2 if kind == "preferences" else 1
-    train, report = PREPARE[kind](load_rows(rows if rows is not None else data.path, data.options), tokenizer, data)
+    train, report = _prepare(settings, kind, tokenizer, rows if rows is not None else data.path)
     lines = [f"data: {line}" for line in report.lines()]
     if eval_rows is not None or data.eval_path:
         source = eval_rows if eval_rows is not None else data.eval_path
-        held_out, report = PREPARE[kind](load_rows(source, data.options), tokenizer, data)
+        held_out, report = _prepare(settings, kind, tokenizer, source)
         if data.eval_samples:
-            held_out = held_out.index(range(min(len(held_out), data.eval_samples * unit)))
+            held_out = first(held_out, data.eval_samples)
         lines += [f"held out: {line}" for line in report.lines()]
     elif data.eval_samples:
         train, held_out = hold_out(train, data.eval_samples, settings.run.seed)
@@ -51,3 +59,9 @@ def load_data(settings: RecipeSettings, kind: DataKind, tokenizer: Any, rows: An
     if not len(train):
         raise DataError("no row is left to train on", where=data.path, remedy="raise data.max_prompt_tokens or add rows")
     return Data(train, held_out, lines)
+
+
+def _prepare(settings: RecipeSettings, kind: DataKind, tokenizer: Any, source: Any) -> tuple[Batch, DataReport]:
+    # Only a reward model's settings have heads; only preference pairs say which they judge.
+    given = {"heads": getattr(settings, "heads", None)} if kind == "preferences" else {}
+    return PREPARE[kind](load_rows(source, settings.data.options), tokenizer, settings.data, **given)

@@ -14,12 +14,16 @@ from podium.core.registry import Registry
 from podium.core.settings import RecipeSettings
 from podium.stages.base import Stage
 
-DataKind = Literal["prompts", "supervised", "preferences"]
+DataKind = Literal["prompts", "supervised", "preferences", "unpaired"]
+
+_PROMPTS = ("prompt_ids", "prompt", "row_index")
+_SUPERVISED = (*_PROMPTS, "response_ids", "response_mask", "loss_mask")
 
 SOURCES: dict[str, tuple[str, ...]] = {
-    "prompts": ("prompt_ids", "prompt", "row_index"),
-    "supervised": ("prompt_ids", "prompt", "row_index", "response_ids", "response_mask", "loss_mask"),
-    "preferences": ("prompt_ids", "prompt", "row_index", "response_ids", "response_mask", "loss_mask", "pair_id", "chosen"),
+    "prompts": _PROMPTS,
+    "supervised": _SUPERVISED,
+    "preferences": (*_SUPERVISED, "pair_id", "chosen", "head"),
+    "unpaired": (*_SUPERVISED, "label", "row_mask"),
 }
 """The columns that each kind of data brings."""
 

@@ -32,7 +32,7 @@ from podium.stages.base import Stage, StepContext
 from podium.stages.graph import StageGraph
 from podium.stages.policy import GRPOStage, PPOStage
 from podium.trainer import state
-from podium.trainer.data import load_data
+from podium.trainer.data import UNIT, load_data
 from podium.trainer.evaluation import EVALUATION_STEP, evaluation_stages
 from podium.trainer.interrupt import InterruptGuard
 from podium.trainer.loop import Loop, TrainResult
@@ -188,10 +188,10 @@ class Trainer:
         rows = settings.batch.prompts_per_step
         self.loader = Loader(
             data.train,
-            rows * (2 if self.kind == "preferences" else 1),
+            rows * UNIT[self.kind],
             shuffle=settings.data.shuffle,
             seed=settings.run.seed,
-            unit=2 if self.kind == "preferences" else 1,
+            unit=UNIT[self.kind],
         )
         generates = any("rollout_log_probs" in stage.writes for g in graphs for stage in g.stages)
         evaluation = self.evaluation if self._held_out is not None else None
@@ -232,7 +232,7 @@ class Trainer:
     def _updates_per_step(self) -> int:
         """Optimizer updates that a trained role makes in a step."""
         batch = self.settings.batch
-        rows = batch.prompts_per_step * {"prompts": batch.group_size, "supervised": 1, "preferences": 2}[self.kind]
+        rows = batch.prompts_per_step * (batch.group_size if self.kind == "prompts" else UNIT[self.kind])
         return batch.epochs * parts_of(rows, batch.minibatch_sequences, rows)
 
     def _check(self, model_names: Iterable[str] | None) -> None:
@@ -361,7 +361,8 @@ def _data_kind(stages: Sequence[Stage]) -> DataKind:
     parts = [part for stage in stages for part in stage.expand()]
     if any("response_ids" in part.writes for part in parts):
         return "prompts"
-    return "preferences" if any("chosen" in part.reads for part in parts) else "supervised"
+    read = {name for part in parts for name in part.reads}
+    return "preferences" if "chosen" in read else "unpaired" if "label" in read else "supervised"
 
 
 def _check_longest(actor: RoleHandle, batches: Sequence[Batch]) -> None:

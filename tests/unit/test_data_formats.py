@@ -7,7 +7,7 @@ import json
 import pytest
 
 from podium.core.errors import DataError
-from podium.data.formats import FormatKind, detect, to_examples
+from podium.data.formats import FormatKind, as_label, detect, to_examples
 from podium.data.sources import Rows, load_rows
 
 USER = {"role": "user", "content": "2 + 2 ="}
@@ -147,9 +147,14 @@ def test_bad_chat_prompts(bad, message):
 def test_other_bad_values():
     with pytest.raises(DataError, match="column 'completion': found null"):
         example({"prompt": "a", "completion": None})
-    with pytest.raises(DataError, match="column 'label'"):
-        example({"prompt": "a", "completion": "b", "label": 1})
     with pytest.raises(DataError, match="begin with no common prompt"):
         example({"chosen": "a", "rejected": "b"})
     with pytest.raises(DataError, match="there is no turn before the assistant's last one"):
         example({"messages": [BOT]})
+
+
+def test_a_label_is_true_or_false():
+    assert [as_label(value, "x") for value in (True, False, 1, 0)] == [True, False, True, False]
+    for bad, found in [("yes", "str 'yes'"), (2, "int 2"), (None, "null"), (0.5, "float 0.5"), (1.0, "float 1.0")]:
+        with pytest.raises(DataError, match=rf"rows, row 3, column 'label': a label is true or false.*found {found}"):
+            as_label(bad, "rows, row 3")

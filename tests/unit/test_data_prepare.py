@@ -9,8 +9,9 @@ from tokenizers.processors import TemplateProcessing
 from podium.core.batch import Batch
 from podium.core.errors import DataError, ModelError
 from podium.core.settings import DataSettings
-from podium.data.prepare import prepare_preferences, prepare_prompts, prepare_supervised
+from podium.data.prepare import prepare_preferences, prepare_prompts, prepare_supervised, prepare_unpaired
 from podium.data.sources import Rows
+from podium.data.split import first, hold_out
 from tests.tiny import BOS_ID, EOS, EOS_ID, tiny_tokenizer
 
 USER = {"role": "user", "content": "2 + 2 ="}
@@ -242,3 +243,116 @@ def test_a_data_set_survives_the_disk(tokenizer, tmp_path):
     batch.save(tmp_path)
     assert Batch.load(tmp_path).names == batch.names
     assert torch.equal(Batch.load(tmp_path)["response_ids"].values, batch["response_ids"].values)
+
+
+def test_equal_answers_are_dropped_and_counted(tokenizer):
+    rows = [{"prompt": "2 + 2 =", "chosen": " 4", "rejected": r} for r in (" 4", " 5")]
+    for prepare, column in ((prepare_preferences, "chosen"), (prepare_unpaired, "label")):
+        batch, report = prepare(rows, tokenizer, settings())
+        assert batch["row_index"].tolist() == [1, 1] and batch[column].tolist() == [True, False]
+        assert (report.rows, report.used, report.equal) == (2, 1, 1)
+        assert "1 dropped: the chosen and the rejected answer are the same" in report.lines()
+        with pytest.raises(DataError, match=r"row 1: in all 1 pairs the chosen and the rejected answer are the same.*' 4'"):
+            prepare(rows[:1], tokenizer, settings())
+
+
+def test_equal_is_what_the_model_reads(tokenizer):
+    stripping = tiny_tokenizer()
+    stripping.chat_template = stripping.chat_template.replace("message['content'] }}", "message['content'] | trim }}")
+    rows = [{"prompt": [USER], "chosen": [BOT], "rejected": [{**BOT, "content": " 4\n"}]}]
+    rows.append({"prompt": [USER], "chosen": [BOT], "rejected": [WRONG]})
+    assert prepare_preferences(rows, stripping, settings())[1].equal == 1
+    assert prepare_preferences(rows, tokenizer, settings())[1].equal == 0
+
+
+@pytest.mark.parametrize("empty", ["", " \n"])
+@pytest.mark.parametrize("side", ["chosen", "rejected"])
+def test_an_empty_answer_of_a_pair(tokenizer, side, empty):
+    good = {"prompt": "2 + 2 =", "chosen": " 4", "rejected": " 5"}
+    rows = Rows([good, {**good, side: empty}], "rows.jsonl", [1, 2])
+    with pytest.raises(DataError, match=rf"rows\.jsonl, line 2: the answer '{side}' is empty[\s\S]*remove the row"):
+        prepare_preferences(rows, tokenizer, settings())
+    chat = {"prompt": [USER], "chosen": [BOT], "rejected": [WRONG], side: [{"role": "assistant", "content": empty}]}
+    with pytest.raises(DataError, match=rf"row 1: the answer '{side}' is empty"):
+        prepare_preferences([chat], tokenizer, settings())
+
+
+# ---------------------------------------------------------------------- the heads of a reward model
+
+HEADS = ["helpfulness", "honesty", "harmlessness"]
+PAIR = {"prompt": "2 + 2 =", "chosen": " 4", "rejected": " 5"}
+
+
+def test_pairs_say_which_head_they_judge(tokenizer):
+    rows = [{**PAIR, "aspect": name} for name in ("honesty", "helpfulness", "honesty")]
+    batch, report = prepare_preferences(rows, tokenizer, settings(), heads=HEADS)
+    assert batch["head"].dtype == torch.int64 and batch["head"].tolist() == [1, 1, 0, 0, 1, 1]
+    assert "pairs per head: helpfulness 1, honesty 2, harmlessness 0" in report.lines()
+    for heads in (None, [], ["quality"]):  # one head judges all
+        assert prepare_preferences([PAIR], tokenizer, settings(), heads=heads)[0]["head"].tolist() == [0, 0]
+    assert prepare_preferences(rows, tokenizer, settings())[0]["head"].tolist() == [0] * 6
+
+
+@pytest.mark.parametrize(
+    ("aspect", "message"),
+    [
+        ("honest", r"the aspect 'honest' is no head of the reward model[\s\S]*did you mean 'honesty'"),
+        (7, r"the aspect 7 is no head"),
+        (None, r"no aspect; its heads are helpfulness, honesty, harmlessness[\s\S]*name in each row"),
+    ],
+)
+def test_an_aspect_that_is_no_head(tokenizer, aspect, message):
+    rows = Rows([{**PAIR, "aspect": "honesty"}, {**PAIR, "aspect": aspect}], "rows.jsonl", [1, 2])
+    with pytest.raises(DataError, match=r"rows\.jsonl, line 2, column 'aspect': " + message):
+        prepare_preferences(rows, tokenizer, settings(), heads=HEADS)
+    with pytest.raises(DataError, match="no aspect"):
+        prepare_preferences([PAIR], tokenizer, settings(), heads=HEADS)
+
+
+# ---------------------------------------------------------------------- unpaired
+
+
+def test_labelled_answers(tokenizer):
+    rows = [
+        {"prompt": "2 + 2 =", "completion": " 4", "label": True, "by": "x"},
+        {"prompt": LONG, "completion": " 4", "label": True, "by": "x"},
+        {"prompt": "2 + 2 =", "completion": " 5", "label": False, "by": "y"},
+    ]
+    batch, report = prepare_unpaired(rows, tokenizer, settings(max_prompt_tokens=16))
+    assert batch["label"].tolist() == [True, False] and batch["label"].dtype == torch.bool
+    assert batch["row_mask"].tolist() == [True, True] and batch["row_index"].tolist() == [0, 2]
+    assert [text(tokenizer, r) for r in batch["response_ids"].to_list()] == [" 4</s>", " 5</s>"]
+    assert batch["data.by"] == ["x", "y"] and report.used == 2
+    assert "1 answers labelled true, 1 false" in report.lines()
+    chat = [{"prompt": [USER], "completion": [m], "label": int(m is BOT)} for m in (BOT, WRONG)]
+    batch, report = prepare_unpaired(chat, tokenizer, settings())
+    assert batch["label"].tolist() == [True, False]
+    assert text(tokenizer, batch["prompt_ids"][0]) == "<|user|>2 + 2 =<|assistant|>"
+    assert "labels are numbers: 1 is read as true, 0 as false" in report.lines()
+
+
+def test_pairs_as_labelled_answers(tokenizer):
+    batch, report = prepare_unpaired([PAIR, PAIR], tokenizer, settings())
+    assert batch["label"].tolist() == [True, False] * 2 and batch["row_mask"].all()
+    assert [text(tokenizer, r) for r in batch["response_ids"].to_list()] == [" 4</s>", " 5</s>"] * 2
+    assert any("each pair gives two rows" in line for line in report.lines())
+    train, held = hold_out(batch, 1, seed=0)  # both answers of a prompt go to the same side
+    assert len(train) == len(held) == 2 and held["label"].tolist() == [True, False]
+    assert first(batch, 1)["row_index"].tolist() == [0, 0]
+
+
+def test_unpaired_errors(tokenizer):
+    good = {"prompt": "a", "completion": "b", "label": True}
+    rows = Rows([good, {**good, "label": "yes"}], "rows.jsonl", [1, 2])
+    with pytest.raises(DataError, match=r"rows\.jsonl, line 2, column 'label': a label is true or false.*found str 'yes'"):
+        prepare_unpaired(rows, tokenizer, settings())
+    with pytest.raises(DataError, match=r"row 1: no labelled answer; the rows are prompts with completions"):
+        prepare_unpaired([{"prompt": "a", "completion": "b"}], tokenizer, settings())
+    with pytest.raises(DataError, match=r"row 1: the answer 'completion' is empty"):
+        prepare_unpaired([{**good, "completion": ""}], tokenizer, settings())
+
+
+def test_a_label_that_nobody_reads_may_be_anything(tokenizer):
+    rows = [{"prompt": "a", "completion": "b", "label": "math"}]
+    assert prepare_prompts(rows, tokenizer, settings())[0].extras() == {"completion": ["b"], "label": ["math"]}
+    assert len(prepare_supervised(rows, tokenizer, settings())[0]) == 1
