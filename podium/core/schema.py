@@ -100,6 +100,9 @@ column(
 )
 column("rewards", "sequence", F32, unit="reward", meaning="the reward of the whole response, all sources fused")
 column("reward.*", "sequence", F32, unit="reward", meaning="what one reward source gave, before its weight")
+column(
+    "shaped_rewards", "sequence", F32, unit="reward", meaning="sum of a response's token rewards: step-wise, KL penalty, reward"
+)
 column("baseline_rewards", "sequence", F32, unit="reward", meaning="reward of the greedy response to the same prompt (ReMax)")
 column("costs", "sequence", F32, unit="cost", meaning="the cost of the whole response, all sources fused")
 column("cost.*", "sequence", F32, unit="cost", meaning="what one cost source gave, before its weight")

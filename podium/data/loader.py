@@ -58,9 +58,9 @@ class Loader:
         while True:
             yield self.next_batch()
 
-    def next_batch(self) -> Batch:
-        """The next `rows_per_step` rows."""
-        wanted = self.rows_per_step // self.unit
+    def next_batch(self, rows: int | None = None) -> Batch:
+        """The next `rows` rows (a multiple of `unit`); by default a step's."""
+        wanted = (self.rows_per_step if rows is None else rows) // self.unit
         parts: list[Tensor] = []
         while wanted:
             if self._position == self.units:

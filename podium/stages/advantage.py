@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from podium.algorithms import kl
-from podium.algorithms.advantage_estimators import find_advantage_estimator
+from podium.algorithms.advantage_estimators import AdvantageEstimator, find_advantage_estimator
 from podium.core.batch import Batch
 from podium.core.errors import ConfigError, did_you_mean
 from podium.stages.base import Stage, StepContext
-from podium.workers.advantages import column_of, estimate_advantages, place_token_rewards, policy_column
+from podium.workers.advantages import at_last_token, column_of, estimate_advantages, place_token_rewards, policy_column
 
 
 class TokenRewardStage(Stage):
@@ -19,7 +20,7 @@ class TokenRewardStage(Stage):
     """
 
     name = "token_rewards"
-    writes = ("token_rewards",)
+    writes = ("token_rewards", "shaped_rewards")
 
     def __init__(
         self,
@@ -62,28 +63,67 @@ def update_controller(controller: kl.KLController, batch: Batch, context: StepCo
     controller.update(per_sequence, len(batch))
 
 
+class TokenCostStage(Stage):
+    """Costs at the last token of their responses."""
+
+    name = "token_costs"
+    reads = ("costs", "response_mask")
+    writes = ("token_costs",)
+
+    def run(self, batch: Batch, context: StepContext) -> Batch:
+        token_costs = at_last_token(batch["costs"], batch.padded("response_mask"))
+        return batch.with_padded("token_costs", token_costs).select("token_costs")
+
+
 class AdvantageStage(Stage):
-    """A registered estimator as a stage; its own settings are keywords."""
+    """A registered estimator as a stage; its own settings are keywords.
+
+    Args:
+        columns: what the estimator reads from other columns than those of its own names.
+        outputs: other names for what it gives.
+        name: the stage's, where there are several.
+    """
 
     name = "advantages"
 
-    def __init__(self, estimator: str, **settings: Any) -> None:
-        try:
-            spec = find_advantage_estimator(estimator)
-        except ValueError as error:
-            raise ConfigError(str(error), where="advantage") from None
+    def __init__(
+        self,
+        estimator: str,
+        *,
+        columns: Mapping[str, str] | None = None,
+        outputs: Mapping[str, str] | None = None,
+        name: str | None = None,
+        **settings: Any,
+    ) -> None:
+        spec = advantage_estimator_of(estimator)
         unknown = [name for name in settings if name not in spec.settings]
         if unknown:
             raise ConfigError(
                 f"the advantage estimator '{estimator}' has no setting '{unknown[0]}'",
                 remedy=did_you_mean(unknown[0], spec.settings),
             )
+        self.name = name or self.name
         self.estimator, self.estimator_settings = estimator, settings
-        self.reads = tuple(dict.fromkeys((*(column_of(n) for n in spec.needs), "response_mask")))
-        self.writes = spec.writes
+        self.columns, self.outputs = dict(columns or {}), dict(outputs or {})
+        self.reads = tuple(dict.fromkeys((*(self.columns.get(n, column_of(n)) for n in spec.needs), "response_mask")))
+        self.writes = tuple(self.outputs.get(n, n) for n in spec.writes)
 
     def run(self, batch: Batch, context: StepContext) -> Batch:
-        out = estimate_advantages(batch.select(*self.reads), estimator=self.estimator, **self.estimator_settings)
-        advantages = out["advantages"].values[out["response_mask"].values]
-        context.metrics.add("advantages/abs", float(advantages.abs().sum()), len(advantages))
+        names = {"columns": self.columns, "outputs": self.outputs}
+        out = estimate_advantages(batch.select(*self.reads), estimator=self.estimator, **names, **self.estimator_settings)
+        measure_advantages(out, self.outputs.get("advantages", "advantages"), context)
         return out.select(*self.writes)
+
+
+def advantage_estimator_of(name: str) -> AdvantageEstimator:
+    """The registered estimator. Raises ConfigError with the nearest name."""
+    try:
+        return find_advantage_estimator(name)
+    except ValueError as error:
+        raise ConfigError(str(error), where="advantage") from None
+
+
+def measure_advantages(batch: Batch, column: str, context: StepContext) -> None:
+    """The advantages' mean size, under `<column>/abs`."""
+    values = batch[column].values[batch["response_mask"].values]
+    context.metrics.add(f"{column}/abs", float(values.abs().sum()), len(values))

@@ -22,6 +22,10 @@ class StepContext:
     """Steps of the whole run."""
     epoch: float = 0.0
     """Passes over the data made so far."""
+    more_prompts: Callable[[int], Batch] | None = None
+    """Takes so many further rows from the data, for a stage that replaces some of the step's."""
+    rollout_round: int = 0
+    """Rollouts that this step has made before: what is sampled again is sampled from other seeds."""
     metrics: Metrics = field(default_factory=Metrics)
     on_progress: Callable[[str, int, int], None] | None = None
     """Called as (stage, done, total) while a long stage works."""

@@ -69,6 +69,7 @@ class RolloutStage(Stage):
             batch,
             group_size=self.group_size or context.group_size,
             step=context.step,
+            round=context.rollout_round,
             temperature=self.temperature,
             on_progress=context.progress_of(self.label),
         ).result()

@@ -115,6 +115,7 @@ class Loop:
             self.settings.batch.group_size,
             self.settings.run.steps,
             trainer.loader.epoch,
+            more_prompts=trainer.loader.next_batch,
             on_progress=self._report,
         )
         border = trainer.border

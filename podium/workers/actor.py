@@ -48,6 +48,7 @@ class ActorWorker(TrainedRole):
         *,
         group_size: int = 1,
         step: int | None = None,
+        round: int = 0,
         temperature: float | None = None,
         on_progress: Progress | None = None,
     ) -> Batch:
@@ -58,6 +59,7 @@ class ActorWorker(TrainedRole):
             group_size: responses per prompt; they share a `group_id`.
             step: what the samples' seeds are derived from, besides the run's seed, the row and the index in the group;
                 by default the number of calls so far.
+            round: further rollouts of one step are numbered, so that a prompt that comes again is answered anew.
             temperature: instead of the role's own, for measuring (0 is greedy): training's log-probs are at the role's.
 
         Returns:
@@ -73,7 +75,8 @@ class ActorWorker(TrainedRole):
         seen: Counter[int] = Counter()  # a row that a step takes twice (at an epoch's end) goes on counting
         seeds = []
         for row in rows:
-            seeds.append(derive_seed(self.seed, "rollout", step, row, seen[row]))
+            again = (round,) if round else ()
+            seeds.append(derive_seed(self.seed, "rollout", step, row, seen[row], *again))
             seen[row] += 1
         groups = torch.arange(len(prompts)).repeat_interleave(group_size)
         batch = batch.with_columns({"sample_seed": seeds, "group_id": groups})
