@@ -56,9 +56,36 @@ class DataSettings(Settings):
     """For generated data (`reasoning_gym:TASK`): `size`, `seed`, and the task's own settings."""
 
 
-class RewardSettings(Settings):
+class ConditionSettings(Settings):
+    source: str
+    """Another reward source, by its name."""
+    at_least: float = Field(allow_inf_nan=False)
+    """What its score must reach."""
+
+
+class GateSettings(Settings):
+    at_least: float = Field(allow_inf_nan=False)
+    """What this source's score must reach, or the whole reward is `floor`."""
+    floor: float = Field(default=0.0, allow_inf_nan=False)
+    """The whole reward of a response that fails; where several gates fail, the lowest floor."""
+
+
+class ShapingSettings(Settings):
+    """How one source's score enters the sum. None of it is done in an evaluation but `only_if` and `gate`."""
+
+    normalize: Literal["none", "batch", "group", "running"] = "none"
+    """Less the mean, over the deviation: of the step's rows, of the group's, or of the run so far (dynamic scaling)."""
+    clip: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """The normalised score is kept within plus and minus this."""
+    only_if: ConditionSettings | None = None
+    """Counts only where another source's score reaches a bound; else it adds 0."""
+    gate: GateSettings | None = None
+    """Where the score fails its bound, the whole reward is a floor value."""
+
+
+class RewardSettings(ShapingSettings):
     function: str | Callable[..., Any]
-    """`module:function`, `file.py:function`, or a built-in (`math_verify`, `reasoning_gym`, `exact_match`)."""
+    """`module:function`, `file.py:function`, a built-in (`math_verify`, `code_tests`...), `rules.yaml`, `http://host/path`."""
     name: str | None = None
     """Name in the metrics; by default the function's."""
     weight: float = Field(default=1.0, allow_inf_nan=False)
@@ -66,7 +93,7 @@ class RewardSettings(Settings):
     on_error: Literal["raise", "skip"] = "raise"
     """A reward that raises: an error that names the sample, or the sample is left out of the update and counted."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Passed to the function as keywords."""
+    """Passed to the function as keywords; a built-in is made with them."""
 
     @field_serializer("function")
     def _function_name(self, function: Any) -> str:
