@@ -50,6 +50,8 @@ class DataSettings(Settings):
     """The longest prompt, in tokens."""
     too_long: Literal["drop", "truncate", "error"] = "drop"
     """What becomes of a longer prompt: dropped (counted and said), cut on the left, or an error."""
+    train_on: Literal["completion", "assistant", "all"] = "completion"
+    """What SFT learns: the completion (a conversation's last answer), every assistant turn, or every token."""
     shuffle: bool = True
     """New order every epoch, from the run's seed."""
     options: dict[str, Any] = Field(default_factory=dict)
