@@ -113,12 +113,12 @@ def _compare(batch: Batch, log_probs: torch.Tensor, metrics: Metrics) -> None:
 
 
 class ValueStage(Stage):
-    """The critic's values before each token."""
+    """A critic's values before each token, as the column `column`."""
 
-    name = "values"
     reads = ("prompt_ids", "response_ids")
-    writes = ("values",)
-    roles = ("critic",)
+
+    def __init__(self, role: str = "critic", column: str = "values") -> None:
+        self.name, self.roles, self.column, self.writes = column, (role,), column, (column,)
 
     def run(self, batch: Batch, context: StepContext) -> Batch:
-        return context.roles["critic"].compute_values(batch.select(*self.reads)).result()
+        return context.roles[self.roles[0]].compute_values(batch.select(*self.reads), name=self.column).result()

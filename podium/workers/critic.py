@@ -17,9 +17,9 @@ class CriticWorker(TrainedRole):
     """A value model with its optimizer."""
 
     @dispatch("rows")
-    def compute_values(self, batch: Batch) -> Batch:
-        """`values`: what the critic expects from the state before each response token."""
-        return Batch({"values": self.engine.compute(batch, ("values",))["values"]})
+    def compute_values(self, batch: Batch, name: str = "values") -> Batch:
+        """What the critic expects from the state before each response token, as the column `name`."""
+        return Batch({name: self.engine.compute(batch, ("values",))["values"]})
 
     @dispatch("rows")
     def compute_advantages(self, sequences: Batch, rewards: Tensor, *, gamma: float = 1.0, gae_lambda: float = 0.95) -> Batch:
