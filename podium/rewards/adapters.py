@@ -11,6 +11,7 @@ import torch
 from podium.core.batch import Batch
 from podium.core.errors import RewardError
 from podium.core.metrics import Metrics
+from podium.core.settings import ShapingSettings
 from podium.rewards.base import REMEDY, OnError, SampleFailure, Scored, TrainerState, collect, responses_of, sample
 from podium.rewards.signatures import TRL_BATCH, VERL_ARGUMENTS, Convention, Signature, read_signature, run_async
 
@@ -33,6 +34,8 @@ class FunctionReward:
     ) -> None:
         self.function, self.name, self.weight, self.on_error = function, name, weight, on_error
         self.options, self.signature, self.columns = dict(options or {}), signature, signature.columns
+        self.shaping: ShapingSettings | None = None
+        """How its score enters the sum, where its settings say so."""
 
     @property
     def description(self) -> str:

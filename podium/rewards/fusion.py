@@ -11,8 +11,10 @@ from torch import Tensor
 from podium.core.batch import Batch
 from podium.core.errors import ConfigError, RewardError
 from podium.core.metrics import Metrics
+from podium.core.settings import ShapingSettings
 from podium.rewards.adapters import FunctionReward
 from podium.rewards.base import REMEDY, Reward, Scored, TrainerState, sample
+from podium.rewards.shaping import Shaper
 
 _log = logging.getLogger(__name__)
 
@@ -34,53 +36,97 @@ def check_columns(rewards: Iterable[Reward], columns: Iterable[str]) -> None:
 
 
 def fuse(
-    batch: Batch, rewards: Sequence[Reward], state: TrainerState | None = None, *, family: str = "reward"
+    batch: Batch,
+    rewards: Sequence[Reward],
+    state: TrainerState | None = None,
+    *,
+    shaper: Shaper | None = None,
+    learn: bool = True,
+    raw: bool = False,
+    family: str = "reward",
 ) -> tuple[Batch, Metrics]:
-    """Scores a batch of B rows by every reward. `family` "cost" names columns and metrics so, instead of "reward".
+    """Scores a batch of B rows by every reward.
 
-    Returns the rows that were scored, with `reward.<name>` (before its weight; NaN where it does not apply) and
-    `rewards`, the weighted sum of those that apply (float32), and the metrics: `reward/mean`, `reward/<name>`, what a
-    function reported as `reward/<name>/...`, and `reward/skipped` (rows left out of this batch).
+    Returns the rows that were scored, with `reward.<name>` (as it was given, before shaping and weight; NaN where it does
+    not apply) and `rewards`, the weighted sum of those that apply (float32), and the metrics: `reward/mean`,
+    `reward/<name>`, what a function reported or a source's shaping as `reward/<name>/...`, and `reward/skipped` (rows left
+    out of this batch).
     A row is left out where a reward failed on it (`on_error: skip`) or where none applies.
+
+    Args:
+        shaper: normalises, clips, conditions and gates; by default made from the rewards' own settings.
+        learn, raw: as for `Shaper`.
+        family: "cost" names columns and metrics so, instead of "reward".
+
     Raises RewardError where no row is left.
     """
     if not rewards:
-        raise RewardError("there is no reward to score with", where="rewards", remedy="add one to `rewards`")
-    metrics, total = Metrics(), torch.zeros(len(batch))
-    applied = torch.zeros(len(batch), dtype=torch.bool)
-    failed = torch.zeros(len(batch), dtype=torch.bool)
-    columns: dict[str, object] = {}
-    first: str | None = None
-    for reward in rewards:
-        scored = reward(batch, state) if state and isinstance(reward, FunctionReward) else reward(batch)
-        _check_finite(batch, reward, scored)
-        here = scored.values.isfinite()
-        total += torch.where(here, scored.values * reward.weight, 0.0)
-        applied |= here
+        raise RewardError(f"there is no {family} to score with", where="rewards", remedy="add one to `rewards`")
+    metrics = Metrics()
+    answers = _answers(batch, rewards, state, family, metrics)
+    failed, applied = torch.zeros(len(batch), dtype=torch.bool), torch.zeros(len(batch), dtype=torch.bool)
+    for scored in answers:
         failed[[row for row, _ in scored.failed]] = True
-        columns[f"{family}.{reward.name}"] = scored.values
-        columns |= {
-            f"data.{name}": v for name, v in scored.columns.items() if len(v) == len(batch) and f"data.{name}" not in batch
-        }
-        metrics.merge(scored.metrics, f"{family}/{reward.name}/")
-        first = first or _failure(batch, reward, scored)
+        applied |= scored.values.isfinite().cpu()
     kept = applied & ~failed
     skipped = int((~kept).sum())
     if skipped:
-        first = first or "no reward applies (each returned None)"
-        if skipped == len(batch):
-            raise RewardError(
-                f"none of the {len(batch)} samples could be scored; the first: {first}", where="rewards", remedy=REMEDY
-            )
-        _log.warning("rewards: %d of %d samples left out; the first: %s", skipped, len(batch), first)
-    if not total[kept].isfinite().all():
-        row = int((~total.isfinite() & kept).nonzero()[0])
-        raise RewardError(
-            f"the weighted sum is {float(total[row])}, not a finite number", where=f"rewards, {sample(batch, row)}"
-        )
-    out = batch.with_columns({**columns, f"{family}s": total}).index(kept)
-    _count(metrics, out, rewards, skipped, family)
+        _report_skipped(batch, rewards, answers, skipped)
+    columns = {f"{family}.{reward.name}": scored.values for reward, scored in zip(rewards, answers, strict=True)}
+    out = batch.with_columns({**columns, **_extras(batch, answers)}).index(kept)
+    total, shaping = (shaper or shaper_of(rewards))(
+        {reward.name: out[f"{family}.{reward.name}"] for reward in rewards},
+        {reward.name: reward.weight for reward in rewards},
+        groups=_groups(out),
+        learn=learn,
+        raw=raw,
+    )
+    _check_total(out, total)
+    out = out.with_columns({f"{family}s": total})
+    _count(metrics.merge(shaping, f"{family}/"), out, rewards, skipped, family)
     return out, metrics
+
+
+def _groups(batch: Batch) -> Tensor | None:
+    return batch["group_id"] if "group_id" in batch else None  # noqa: SIM401 (a Batch has no get)
+
+
+def shaper_of(rewards: Iterable[Reward]) -> Shaper:
+    """A shaper from what each reward says itself (`shaping`). Raises ConfigError as `Shaper`."""
+    return Shaper({reward.name: getattr(reward, "shaping", None) or ShapingSettings() for reward in rewards})
+
+
+def _answers(
+    batch: Batch, rewards: Sequence[Reward], state: TrainerState | None, family: str, metrics: Metrics
+) -> list[Scored]:
+    answers = []
+    for reward in rewards:
+        scored = reward(batch, state) if state and isinstance(reward, FunctionReward) else reward(batch)
+        _check_finite(batch, reward, scored)
+        metrics.merge(scored.metrics, f"{family}/{reward.name}/")
+        answers.append(scored)
+    return answers
+
+
+def _extras(batch: Batch, answers: Iterable[Scored]) -> dict[str, object]:
+    columns = {f"data.{name}": values for scored in answers for name, values in scored.columns.items()}
+    return {name: values for name, values in columns.items() if len(values) == len(batch) and name not in batch}
+
+
+def _report_skipped(batch: Batch, rewards: Sequence[Reward], answers: Sequence[Scored], skipped: int) -> None:
+    reasons = (_failure(batch, reward, scored) for reward, scored in zip(rewards, answers, strict=True))
+    first = next((reason for reason in reasons if reason), "no reward applies (each returned None)")
+    if skipped == len(batch):
+        raise RewardError(
+            f"none of the {len(batch)} samples could be scored; the first: {first}", where="rewards", remedy=REMEDY
+        )
+    _log.warning("rewards: %d of %d samples left out; the first: %s", skipped, len(batch), first)
+
+
+def _check_total(out: Batch, total: Tensor) -> None:
+    if not total.isfinite().all():
+        row = int((~total.isfinite()).nonzero()[0])
+        raise RewardError(f"the weighted sum is {float(total[row])}, not a finite number", where=f"rewards, {sample(out, row)}")
 
 
 def _check_finite(batch: Batch, reward: Reward, scored: Scored) -> None:

@@ -43,7 +43,9 @@ def _from_settings(settings: RewardSettings, weight: float | None) -> Reward:
     own = settings.function if settings.function in BUILT_IN else _name_of(function)
     name = settings.name or str(own)
     factor = settings.weight if weight is None else weight
-    return adapt(function, name, weight=factor, on_error=settings.on_error, options=options)
+    reward = adapt(function, name, weight=factor, on_error=settings.on_error, options=options)
+    reward.shaping = settings
+    return reward
 
 
 def load_rewards(specs: Iterable[Spec]) -> list[Reward]:

@@ -53,7 +53,7 @@ def model_sources(
         ModelSource(role, head, role if head is None else head if heads.count(head) == 1 else f"{role}.{head}")
         for role, head in found
     ]
-    twice = [source.name for i, source in enumerate(sources) if source in sources[:i]]
+    twice = [source.head or source.name for i, source in enumerate(sources) if source in sources[:i]]
     if twice:
         raise ConfigError(f"the head '{twice[0]}' is given twice", where=where, remedy="give it once, with one weight")
     return roles, sources
