@@ -8,8 +8,66 @@ from typing import Any, Literal
 from pydantic import Field, field_serializer, field_validator, model_validator
 
 from podium.core.config import Settings
+from podium.core.errors import did_you_mean
 
 Dtype = Literal["float32", "bfloat16", "auto"]
+Reduction = Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"]
+
+
+class LoraSettings(Settings):
+    rank: int = Field(default=16, gt=0)
+    """Rank of the update of each weight: rank * (in + out) numbers train instead of in * out."""
+    alpha: int = Field(default=32, gt=0)
+    """The update is scaled by alpha / rank."""
+    dropout: float = 0.0
+    """Must be 0: a policy must give a token the same probability when it samples and when it trains."""
+    target_modules: Literal["all-linear"] | list[str] = "all-linear"
+    """Layers that are adapted: all linear ones but the LM head, or those whose names end so (`[q_proj, v_proj]`)."""
+
+    @field_validator("dropout")
+    @classmethod
+    def _no_dropout(cls, value: float) -> float:
+        if value != 0:
+            raise ValueError("must be 0: a policy must give a token the same probability when it samples and when it trains")
+        return value
+
+
+class RopeScalingSettings(Settings):
+    rope_type: str
+    """`linear`, `dynamic`, `yarn`, `llama3` (the names of `transformers`)."""
+    factor: float = Field(gt=1)
+    """How much longer than the model's own the context becomes."""
+    original_max_position_embeddings: int | None = Field(default=None, gt=0)
+    """The context that the model was trained for; by default its config's `max_position_embeddings`."""
+    attention_factor: float | None = Field(default=None, gt=0)
+    """YaRN's factor on the attention logits; by default from `factor`."""
+    beta_fast: float | None = None
+    """YaRN: where extrapolation ends."""
+    beta_slow: float | None = None
+    """YaRN: where interpolation begins."""
+    low_freq_factor: float | None = None
+    """Llama 3: wavelengths above original / this are scaled."""
+    high_freq_factor: float | None = None
+    """Llama 3: wavelengths below original / this are left alone."""
+
+    @field_validator("rope_type")
+    @classmethod
+    def _known(cls, value: str) -> str:
+        known = ("linear", "dynamic", "yarn", "llama3")
+        if value not in known:
+            raise ValueError(f"unknown rope_type '{value}'; {did_you_mean(value, known)}")
+        return value
+
+    @model_validator(mode="after")
+    def _fields_of_type(self) -> RopeScalingSettings:
+        of_type = {"yarn": {"attention_factor", "beta_fast", "beta_slow"}, "llama3": {"low_freq_factor", "high_freq_factor"}}
+        special = set().union(*of_type.values()) & {name for name, value in self if value is not None}
+        odd = sorted(special - of_type.get(self.rope_type, set()))
+        if odd:
+            raise ValueError(f"{odd[0]} has no meaning for rope_type '{self.rope_type}'")
+        if self.rope_type == "llama3" and None in (self.low_freq_factor, self.high_freq_factor):
+            raise ValueError("rope_type 'llama3' needs low_freq_factor and high_freq_factor (Llama 3.1: 1.0 and 4.0)")
+        return self
 
 
 class ModelSettings(Settings):
@@ -31,6 +89,20 @@ class ModelSettings(Settings):
     """Run python code that ships with the model. Off unless asked."""
     chat_template: str | None = None
     """Overrides the tokenizer's chat template."""
+    lora: LoraSettings | None = None
+    """Train adapters instead of all weights, in every role that trains; the reference is the base with the adapter off."""
+    quantization: Literal["none", "4bit", "8bit"] = "none"
+    """Keep the frozen base in 4 bits (QLoRA's NF4) or 8; needs `lora`."""
+    rope_scaling: RopeScalingSettings | None = None
+    """Stretches the rotary embedding for contexts longer than the model's own."""
+
+    @model_validator(mode="after")
+    def _quantised_weights_do_not_train(self) -> ModelSettings:
+        if self.quantization != "none" and self.lora is None:
+            raise ValueError(
+                f"quantization={self.quantization} needs lora: quantised weights cannot be trained (set lora.rank=16)"
+            )
+        return self
 
 
 class DataSettings(Settings):
@@ -301,7 +373,7 @@ class OnlineSettings(RecipeSettings):
     """How responses are sampled."""
     kl: KLSettings = Field(default_factory=KLSettings)
     """The KL term against the reference."""
-    clip_low: float = Field(default=0.2, gt=0, lt=1)
+    clip_low: float = Field(default=0.2, gt=0, le=1)
     """The ratio is clipped below 1 - clip_low."""
     clip_high: float = Field(default=0.2, gt=0)
     """The ratio is clipped above 1 + clip_high."""
@@ -313,7 +385,7 @@ class OnlineSettings(RecipeSettings):
     """Importance correction between rollout and training."""
     entropy_coef: float = Field(default=0.0, ge=0)
     """Entropy bonus."""
-    loss_reduction: Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"] = "token_mean"
+    loss_reduction: Reduction = "token_mean"
     """How token losses become one number."""
 
 
