@@ -25,8 +25,14 @@ from podium.algorithms.kl import (
     kl_estimate,
 )
 from podium.algorithms.log_probs import log_probs_from_hidden, log_probs_from_logits
-from podium.algorithms.losses import pairwise_reward_loss, policy_loss, supervised_loss, value_loss
-from podium.algorithms.policy_losses import clipped_policy_loss
+from podium.algorithms.losses import LOSSES, loss_builder, pairwise_reward_loss, policy_loss, supervised_loss, value_loss
+from podium.algorithms.policy_losses import (
+    POLICY_LOSSES,
+    PolicyObjective,
+    clipped_policy_loss,
+    find_policy_objective,
+    policy_objective,
+)
 from podium.algorithms.preference_losses import bradley_terry_loss
 from podium.algorithms.reduce import REDUCTIONS, check_reduction, token_weights
 from podium.algorithms.supervised import negative_log_likelihood
@@ -35,10 +41,13 @@ from podium.algorithms.value_losses import clipped_value_loss
 __all__ = [
     "ADVANTAGE_ESTIMATORS",
     "KL_ESTIMATORS",
+    "LOSSES",
+    "POLICY_LOSSES",
     "REDUCTIONS",
     "AdvantageEstimator",
     "KLController",
     "Loss",
+    "PolicyObjective",
     "adapted_kl_coef",
     "advantage_estimator",
     "bradley_terry_loss",
@@ -49,16 +58,19 @@ __all__ = [
     "distillation_advantages",
     "entropy_from_logits",
     "find_advantage_estimator",
+    "find_policy_objective",
     "gae",
     "group_relative",
     "kl_estimate",
     "leave_one_out",
     "log_probs_from_hidden",
     "log_probs_from_logits",
+    "loss_builder",
     "negative_log_likelihood",
     "optimal_baseline",
     "pairwise_reward_loss",
     "policy_loss",
+    "policy_objective",
     "returns_to_go",
     "supervised_loss",
     "token_weights",

@@ -1,11 +1,13 @@
 """The losses that recipes train with: each function puts pure functions together into a `Loss` that an engine can run.
 
 What is switched off costs nothing: without an entropy bonus no entropy is computed, without a KL term no reference is read.
+`LOSSES` has every builder by its name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,7 +15,7 @@ from torch import Tensor
 from podium.algorithms._lookup import look_up
 from podium.algorithms.base import Loss
 from podium.algorithms.kl import KL_ESTIMATORS, kl_estimate
-from podium.algorithms.policy_losses import clipped_policy_loss
+from podium.algorithms.policy_losses import POLICY_LOSSES, PolicyObjective, find_policy_objective
 from podium.algorithms.preference_losses import bradley_terry_loss
 from podium.algorithms.reduce import check_reduction
 from podium.algorithms.supervised import negative_log_likelihood
@@ -21,73 +23,125 @@ from podium.algorithms.value_losses import clipped_value_loss
 
 Tensors = Mapping[str, Tensor]
 LossAndMetrics = tuple[Tensor, dict[str, Tensor]]
+Builder = TypeVar("Builder", bound=Callable[..., Loss])
+
+LOSSES: dict[str, Callable[..., Loss]] = {}
+"""The builders of losses, by name. Every one builds a `Loss` from its defaults."""
 
 
+def loss_builder(name: str) -> Callable[[Builder], Builder]:
+    """Register a function that builds a `Loss` from keywords, all with defaults. `ValueError` for a name that is taken."""
+
+    def enter(builder: Builder) -> Builder:
+        if name in LOSSES:
+            raise ValueError(f"There is already a loss {name!r}.")
+        LOSSES[name] = builder
+        return builder
+
+    return enter
+
+
+@loss_builder("policy")
 def policy_loss(
     *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
+    objective: str = "clip",
+    clip_low: float | None = None,
+    clip_high: float | None = None,
     dual_clip: float | None = None,
     entropy_coef: float = 0.0,
     kl_coef: float = 0.0,
     kl_estimator: str = "k3",
     one_update: bool = False,
+    corrected: bool = False,
     reduction: str = "token_mean",
     constant_length: int | None = None,
+    **objective_settings: Any,
 ) -> Loss:
-    """`clipped_policy_loss - entropy_coef * entropy + kl_coef * kl_estimate(log_probs, ref_log_probs)`, per token.
+    """`objective - entropy_coef * entropy + kl_coef * kl_estimate(log_probs, ref_log_probs)`, per token.
 
-    `one_update` is for steps that make a single update: the old policy is the one that is being updated, so its log-probs
-    are those of this very pass (the ratio is exactly 1, with the right gradient), and the column `old_log_probs` is not read.
-    For samples that are older, or a second update, the loss's `otherwise` reads it.
+    Args:
+        objective: a registered policy objective: "clip", "gspo", "cispo", "reinforce" (`POLICY_LOSSES`).
+        clip_low, clip_high, dual_clip: the objective's settings of these names; None is the objective's own default. Others
+            that it has are given by keyword.
+        one_update: for steps that make a single update: the old policy is the one that is being updated, so its log-probs are
+            those of this very pass (the ratio is exactly 1, with the right gradient), and the column `old_log_probs` is not
+            read. For samples that are older, or a second update, the loss's `otherwise` reads it.
+        corrected: the batch went through an importance correction (`corrections.py`): the mask is `corrected_mask`, and the
+            objective's term (not the entropy's or the KL's) is multiplied by `importance_weights`.
+
+    Raises `ValueError` for an unknown objective or reduction, or a setting that the objective doesn't have.
     """
     if one_update:
-        settings = dict(locals(), one_update=False)
+        again = {k: v for k, v in locals().items() if k != "objective_settings"} | objective_settings | {"one_update": False}
+    clips = {"clip_low": clip_low, "clip_high": clip_high, "dual_clip": dual_clip}
+    settings = {name: value for name, value in clips.items() if value is not None} | objective_settings
+    objective_of = _checked_objective(objective, settings)
     if kl_coef < 0:
         raise ValueError(f"kl_coef must not be negative; got {kl_coef}.")
     look_up(KL_ESTIMATORS, kl_estimator, "KL estimator")
     check_reduction(reduction, constant_length)
+    mask = "corrected_mask" if corrected else "loss_mask"
 
     def function(outputs: Tensors, columns: Tensors) -> LossAndMetrics:
-        loss, metrics = clipped_policy_loss(
-            outputs["log_probs"],
-            outputs["log_probs"].detach() if one_update else columns["old_log_probs"],
-            columns["advantages"],
-            clip_low=clip_low,
-            clip_high=clip_high,
-            dual_clip=dual_clip,
-        )
+        log_probs = outputs["log_probs"]
+        old_log_probs = log_probs.detach() if one_update else columns["old_log_probs"]
+        loss, metrics = objective_of(log_probs, old_log_probs, columns["advantages"], columns[mask], **settings)
+        if corrected:
+            loss = loss * columns["importance_weights"]
         if entropy_coef != 0:
             loss = loss - entropy_coef * outputs["entropy"]
             metrics["entropy"] = outputs["entropy"].detach()
         if kl_coef > 0:
-            kl = kl_estimate(outputs["log_probs"], columns["ref_log_probs"], estimator=kl_estimator)
+            kl = kl_estimate(log_probs, columns["ref_log_probs"], estimator=kl_estimator)
             loss = loss + kl_coef * kl
             metrics["ref_kl"] = kl.detach()
         return loss, metrics
 
-    columns = ("advantages",) if one_update else ("old_log_probs", "advantages")
+    old = () if one_update else ("old_log_probs",)
+    columns = (*old, "advantages", mask, *(("importance_weights",) if corrected else ()))
     return Loss(
         name="policy",
         function=function,
         outputs=("log_probs", "entropy") if entropy_coef != 0 else ("log_probs",),
         columns=(*columns, "ref_log_probs") if kl_coef > 0 else columns,
+        mask=mask,
         reduction=reduction,
         constant_length=constant_length,
-        otherwise=policy_loss(**settings) if one_update else None,
+        otherwise=policy_loss(**again) if one_update else None,
     )
 
 
-def value_loss(*, clip: float | None = None, reduction: str = "token_mean") -> Loss:
-    """`clipped_value_loss` of the critic's new values against the columns `values` (old) and `returns`."""
+def _checked_objective(name: str, settings: Mapping[str, Any]) -> PolicyObjective:
+    """The objective. Its settings are tried on no tokens, so that values that make no sense are found before a run."""
+    objective = find_policy_objective(name)
+    for setting in settings:
+        if setting not in objective.settings:
+            having = [other for other, each in sorted(POLICY_LOSSES.items()) if setting in each.settings]
+            hint = f" Those that have it: {', '.join(having)}." if having else ""
+            known = f"It has: {', '.join(objective.settings) or 'none'}."
+            raise ValueError(f"The policy objective {name!r} has no setting {setting!r}. {known}{hint}")
+    nothing = torch.zeros(0, 0)
+    objective(nothing, nothing, nothing, nothing.bool(), **settings)
+    return objective
+
+
+@loss_builder("value")
+def value_loss(
+    *, clip: float | None = None, reduction: str = "token_mean", values: str = "values", returns: str = "returns"
+) -> Loss:
+    """`clipped_value_loss` of the critic's new values against the columns of the old ones and of their targets.
+
+    `values` and `returns` name these columns: "cost_values" and "cost_returns" for a critic of costs.
+    """
     check_reduction(reduction, None)
 
     def function(outputs: Tensors, columns: Tensors) -> LossAndMetrics:
-        return clipped_value_loss(outputs["values"], columns["values"], columns["returns"], clip=clip)
+        return clipped_value_loss(outputs["values"], columns[values], columns[returns], clip=clip)
 
-    return Loss(name="value", function=function, outputs=("values",), columns=("values", "returns"), reduction=reduction)
+    return Loss(name="value", function=function, outputs=("values",), columns=(values, returns), reduction=reduction)
 
 
+@loss_builder("supervised")
 def supervised_loss(*, reduction: str = "token_mean") -> Loss:
     """`negative_log_likelihood` of the tokens in the loss mask."""
     check_reduction(reduction, None)
@@ -98,6 +152,7 @@ def supervised_loss(*, reduction: str = "token_mean") -> Loss:
     return Loss(name="supervised", function=function, outputs=("log_probs",), columns=(), reduction=reduction)
 
 
+@loss_builder("pairwise_reward")
 def pairwise_reward_loss(*, margin: float = 0.0) -> Loss:
     """`bradley_terry_loss` over rows that come in pairs: equal `pair_id`, one row `chosen`, the other not.
 

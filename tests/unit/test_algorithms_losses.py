@@ -108,12 +108,13 @@ def run(loss, outputs, columns):
 
 def test_policy_loss_object_asks_only_for_what_it_uses():
     loss = policy_loss()
-    assert loss.outputs == ("log_probs",) and loss.columns == ("old_log_probs", "advantages")
+    assert loss.outputs == ("log_probs",) and loss.columns == ("old_log_probs", "advantages", "loss_mask")
     full = policy_loss(entropy_coef=0.5, kl_coef=2.0, kl_estimator="k2", reduction="constant", constant_length=7)
     assert full.outputs == ("log_probs", "entropy")
-    assert full.columns == ("old_log_probs", "advantages", "ref_log_probs")
+    assert full.columns == ("old_log_probs", "advantages", "loss_mask", "ref_log_probs")
     outputs = {"log_probs": vector(0.0, 0.0), "entropy": vector(1.0, 3.0)}
     columns = {"old_log_probs": vector(0, 0), "advantages": vector(1, -1), "ref_log_probs": vector(-2.0, 1.0)}
+    columns["loss_mask"] = torch.ones(2).bool()
     value, metrics = run(full, outputs, columns)
     assert_close(value, vector(-1 - 0.5 + 2 * 2, 1 - 1.5 + 2 * 0.5))
     assert_close(metrics["ref_kl"], vector(2, 0.5))
@@ -122,8 +123,8 @@ def test_policy_loss_object_asks_only_for_what_it_uses():
 
 def test_one_update_needs_no_old_log_probs_and_has_the_same_gradient():
     loss = policy_loss(one_update=True, kl_coef=0.1)
-    assert loss.columns == ("advantages", "ref_log_probs")
-    columns = {"advantages": vector(1, -1), "ref_log_probs": vector(-2.0, 1.0)}
+    assert loss.columns == ("advantages", "loss_mask", "ref_log_probs")
+    columns = {"advantages": vector(1, -1), "ref_log_probs": vector(-2.0, 1.0), "loss_mask": torch.ones(2).bool()}
     log_probs = vector(-0.5, -1.5)
 
     def gradient(loss, columns):
@@ -182,7 +183,7 @@ def cases():
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
     log_probs = -draw(2, 3).abs()
-    policy = {"old_log_probs": log_probs + 0.3 * draw(2, 3), "advantages": draw(2, 3)}
+    policy = {"old_log_probs": log_probs + 0.3 * draw(2, 3), "advantages": draw(2, 3), "loss_mask": torch.ones(2, 3).bool()}
     both = {"log_probs": log_probs, "entropy": draw(2, 3).abs()}
     yield policy_loss(), {"log_probs": log_probs}, policy
     yield policy_loss(clip_low=0.1, clip_high=0.5, dual_clip=1.2), {"log_probs": log_probs}, policy
@@ -212,7 +213,6 @@ def test_gradients_agree_with_finite_differences(loss, outputs, columns):
 
 def test_the_gradient_step_raises_the_probability_of_good_tokens():
     log_probs = torch.zeros(2, requires_grad=True)
-    policy_loss().function(
-        {"log_probs": log_probs}, {"old_log_probs": torch.zeros(2), "advantages": torch.tensor([1.0, -1.0])}
-    )[0].sum().backward()
+    columns = {"old_log_probs": torch.zeros(2), "advantages": torch.tensor([1.0, -1.0]), "loss_mask": torch.ones(2).bool()}
+    policy_loss().function({"log_probs": log_probs}, columns)[0].sum().backward()
     assert log_probs.grad[0] < 0 < log_probs.grad[1]  # descent adds to the first and takes from the second
