@@ -17,6 +17,8 @@ from podium.algorithms.advantages import (
     whiten,
 )
 from podium.algorithms.base import Loss
+from podium.algorithms.constraints import LagrangeMultiplier, constrained_advantages
+from podium.algorithms.corrections import CORRECTIONS, Corrected, Correction, correction, find_correction
 from podium.algorithms.entropy import entropy_from_logits
 from podium.algorithms.kl import (
     KL_ESTIMATORS,
@@ -40,12 +42,16 @@ from podium.algorithms.value_losses import clipped_value_loss
 
 __all__ = [
     "ADVANTAGE_ESTIMATORS",
+    "CORRECTIONS",
     "KL_ESTIMATORS",
     "LOSSES",
     "POLICY_LOSSES",
     "REDUCTIONS",
     "AdvantageEstimator",
+    "Corrected",
+    "Correction",
     "KLController",
+    "LagrangeMultiplier",
     "Loss",
     "PolicyObjective",
     "adapted_kl_coef",
@@ -55,9 +61,12 @@ __all__ = [
     "check_reduction",
     "clipped_policy_loss",
     "clipped_value_loss",
+    "constrained_advantages",
+    "correction",
     "distillation_advantages",
     "entropy_from_logits",
     "find_advantage_estimator",
+    "find_correction",
     "find_policy_objective",
     "gae",
     "group_relative",
