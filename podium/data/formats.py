@@ -1,22 +1,20 @@
 """Which of the field's row formats a data set has, and every row in one form, `Example`.
 
 Formats: TRL's dataset types (prompt-only, prompt-completion, preference, unpaired preference, language modelling with
-`messages`; https://huggingface.co/docs/trl/dataset_formats) as text or as chat messages, and verl's rows
+`messages` or `text`; https://huggingface.co/docs/trl/dataset_formats) as text or as chat messages, and verl's rows
 (`data_source, prompt, ability, reward_model, extra_info`; https://verl.readthedocs.io, "Prepare data").
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
 from podium.core.errors import DataError, did_you_mean
 from podium.data.sources import place_of, source_of
-
-Message = dict[str, Any]
-Text = str | list[Message]
+from podium.data.texts import Message, Text, check_no_media, is_chat, template_options, text_of
 
 
 class FormatKind(Enum):
@@ -29,6 +27,7 @@ class FormatKind(Enum):
     MESSAGES = ("messages",)
     LABELLED = ("prompt", "completion", "label")
     VERL = ("data_source", "prompt", "reward_model")
+    PLAIN_TEXT = ("text",)
 
 
 @dataclass(frozen=True)
@@ -55,6 +54,11 @@ class Format:
         return self.kind is FormatKind.LABELLED
 
     @property
+    def uses(self) -> tuple[str, ...]:
+        """The kinds of training data that the rows can be, the likeliest first."""
+        return _USES[self.kind]
+
+    @property
     def description(self) -> str:
         """One line for the user."""
         what = {
@@ -65,8 +69,21 @@ class Format:
             FormatKind.MESSAGES: "conversations",
             FormatKind.LABELLED: "completions labelled good or bad",
             FormatKind.VERL: "verl's rows",
+            FormatKind.PLAIN_TEXT: "plain texts, all of which is learnt",
         }[self.kind]
         return f"{what} ({', '.join(self.columns)}), {'chat messages' if self.chat else 'text'}"
+
+
+_USES: dict[FormatKind, tuple[str, ...]] = {
+    FormatKind.PROMPT: ("prompts",),
+    FormatKind.PROMPT_COMPLETION: ("supervised", "prompts"),
+    FormatKind.PREFERENCE: ("preferences", "unpaired", "prompts"),
+    FormatKind.IMPLICIT_PREFERENCE: ("preferences", "unpaired", "prompts"),
+    FormatKind.MESSAGES: ("supervised", "prompts"),
+    FormatKind.LABELLED: ("unpaired", "supervised", "prompts"),
+    FormatKind.VERL: ("prompts",),
+    FormatKind.PLAIN_TEXT: ("supervised",),
+}
 
 
 @dataclass(frozen=True)
@@ -81,6 +98,8 @@ class Example:
     label: Any = None
     """As the row gives it: `as_label` reads it where a label is asked for."""
     extras: dict[str, Any] = field(default_factory=dict)
+    template: dict[str, Any] = field(default_factory=dict)
+    """Options that the row gives its chat template: tools, and what `chat_template_kwargs` says."""
 
 
 def detect(rows: Sequence[Mapping[str, Any]], prompt_column: str = "prompt") -> Format:
@@ -99,7 +118,7 @@ def detect(rows: Sequence[Mapping[str, Any]], prompt_column: str = "prompt") -> 
     elif {"chosen", "rejected"} <= columns:
         kind = FormatKind.PREFERENCE if has_prompt else FormatKind.IMPLICIT_PREFERENCE
         # Published sets often carry the prompt as text and again inside both conversations.
-        if kind is FormatKind.PREFERENCE and _is_chat(first["chosen"]) and not _is_chat(first[prompt_column]):
+        if kind is FormatKind.PREFERENCE and is_chat(first["chosen"]) and not is_chat(first[prompt_column]):
             kind = FormatKind.IMPLICIT_PREFERENCE
     elif has_prompt and "completion" in columns:
         kind = FormatKind.LABELLED if "label" in columns else FormatKind.PROMPT_COMPLETION
@@ -107,40 +126,68 @@ def detect(rows: Sequence[Mapping[str, Any]], prompt_column: str = "prompt") -> 
         kind = FormatKind.PROMPT
     elif "messages" in columns:
         kind = FormatKind.MESSAGES
+    elif "text" in columns:
+        kind = FormatKind.PLAIN_TEXT
     if kind is None:
         raise _no_column(rows, 0, prompt_column)
-    told_by = {FormatKind.MESSAGES: "messages", FormatKind.IMPLICIT_PREFERENCE: "chosen"}.get(kind, prompt_column)
-    return Format(kind, _is_chat(first[told_by]), prompt_column)
+    told_by = prompt_column if "prompt" in kind.value else kind.value[0]
+    return Format(kind, is_chat(first[told_by]), prompt_column)
 
 
 def to_examples(rows: Sequence[Mapping[str, Any]], fmt: Format) -> list[Example]:
     """Every row as an `Example`.
 
     A conversation (`messages`) that ends with the assistant's turn is cut there: the turn is the completion.
-    Raises DataError (file, row, column) for a missing column and for a value that is null, empty or of the wrong type.
+    Raises DataError (file, row, column) for a missing column, for a value that is null, empty or of the wrong type, for
+    a row that is both a pair and a labelled answer, and for pictures.
     """
-    return [_example(rows, i, fmt) for i in range(len(rows))]
+    return [to_example(rows, i, fmt) for i in range(len(rows))]
+
+
+def to_example(rows: Sequence[Mapping[str, Any]], i: int, fmt: Format) -> Example:
+    """Row `i` (from 0) as an `Example`. Raises as `to_examples`."""
+    row, where = rows[i], place_of(rows, i)
+    for column in fmt.columns:
+        if column not in row:
+            raise _no_column(rows, i, column)
+    _check_one_kind(row, where)
+    check_no_media(row, where)
+    example = _example(rows, i, fmt)
+    return replace(example, template=template_options(row, where)) if fmt.chat else example
+
+
+def _check_one_kind(row: Mapping[str, Any], where: str) -> None:
+    """A pair or a labelled answer, not both. (A label that is neither true nor false is an extra column.)"""
+    pair = [name for name in ("chosen", "rejected") if row.get(name) is not None]
+    label = row.get("label")
+    if pair and isinstance(label, int) and label in (0, 1):  # true and false too
+        raise DataError(
+            f"the row has '{pair[0]}' and 'label' ({label!r}): it is a preference pair or a labelled answer, not both",
+            where=where,
+            remedy="remove the column that is not meant: 'label', or 'chosen' and 'rejected'",
+        )
 
 
 def _example(rows: Sequence[Mapping[str, Any]], i: int, fmt: Format) -> Example:
     row, kind = rows[i], fmt.kind
-    for column in fmt.columns:
-        if column not in row:
-            raise _no_column(rows, i, column)
     used = {*fmt.columns}
+    if kind is FormatKind.PLAIN_TEXT:
+        text = text_of(rows, i, "text", False)
+        _check_filled(rows, i, "text", text, "the text is empty")
+        return Example(i, "", text, extras=_extras(row, used))
     if kind is FormatKind.IMPLICIT_PREFERENCE:
         used.add(fmt.prompt_column)
-        texts = {name: _text(rows, i, name, fmt.chat) for name in ("chosen", "rejected")}
+        texts = {name: text_of(rows, i, name, fmt.chat) for name in ("chosen", "rejected")}
         prompt, chosen, rejected = _split_common(texts["chosen"], texts["rejected"])
         _check_filled(rows, i, "chosen", prompt, "chosen and rejected begin with no common prompt")
         return Example(i, prompt, chosen=chosen, rejected=rejected, extras=_extras(row, used))
     if kind is FormatKind.MESSAGES:
-        prompt, completion = _split_conversation(_text(rows, i, "messages", True))
+        prompt, completion = _split_conversation(text_of(rows, i, "messages", True))
         _check_filled(rows, i, "messages", prompt, "there is no turn before the assistant's last one")
         return Example(i, prompt, completion, extras=_extras(row, used))
-    prompt = _text(rows, i, fmt.prompt_column, fmt.chat)
+    prompt = text_of(rows, i, fmt.prompt_column, fmt.chat)
     _check_filled(rows, i, fmt.prompt_column, prompt, "the prompt is empty")
-    others = {n: _text(rows, i, n, fmt.chat) for n in ("completion", "chosen", "rejected") if n in kind.value}
+    others = {n: text_of(rows, i, n, fmt.chat) for n in ("completion", "chosen", "rejected") if n in kind.value}
     if kind is FormatKind.LABELLED:
         others["label"] = row["label"]
     extras = _extras(row, used)
@@ -155,86 +202,7 @@ def _extras(row: Mapping[str, Any], used: set[str]) -> dict[str, Any]:
     return {name: value for name, value in row.items() if name not in used}
 
 
-# ---------------------------------------------------------------------- values
-
-EMPTY_REMEDY = "fill the answer in or remove the row"
-
-
-def as_label(value: Any, where: str) -> bool:
-    """True or false from a row's `label`; 1 and 0 are taken too. Raises DataError for anything else."""
-    if isinstance(value, bool) or (isinstance(value, int) and value in (0, 1)):
-        return bool(value)
-    raise DataError(
-        f"a label is true or false (or 1 or 0), found {_found(value)}",
-        where=f"{where}, column 'label'",
-        remedy="write true for a good answer and false for a bad one, or remove the row",
-    )
-
-
-def is_empty(text: Text) -> bool:
-    """No letter in it: blank text, or turns without content and without tool calls."""
-    if isinstance(text, str):
-        return not text.strip()
-    return not any(message["content"].strip() or message.get("tool_calls") for message in text)
-
-
-def shown(value: Any, length: int = 60) -> str:
-    """A value for a message, cut to `length`."""
-    text = repr(value)
-    return text if len(text) <= length else text[: length - 3] + "..."
-
-
-# ---------------------------------------------------------------------- texts
-
-
-def _is_chat(value: Any) -> bool:
-    return isinstance(value, list)
-
-
-def _text(rows: Sequence[Mapping[str, Any]], i: int, column: str, chat: bool) -> Any:
-    """The value of a text column, checked: a string, or messages with role and content."""
-    value = rows[i][column]
-    where = f"{place_of(rows, i)}, column '{column}'"
-    if chat and isinstance(value, list):
-        return [_message(message, n, where) for n, message in enumerate(value, 1)]
-    if not chat and isinstance(value, str):
-        _check_unicode(value, where)
-        return value
-    if value is not None and isinstance(value, str | list):
-        raise DataError(
-            f"found {'text' if chat else 'a list of messages'} where the rows before have "
-            f"{'a list of messages' if chat else 'text'}",
-            where=where,
-            remedy="write every row in the same form",
-        )
-    expected = 'a list of messages, [{"role": "user", "content": "..."}]' if chat else "text or a list of chat messages"
-    raise DataError(f"found {_found(value)}", where=where, remedy=f"give {expected}, or remove the row")
-
-
-def _message(message: Any, number: int, where: str) -> Message:
-    where = f"{where}, message {number}"
-    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise DataError(
-            f"not a chat message: {_found(message)}", where=where, remedy='write {"role": "user", "content": "..."}'
-        )
-    # Arrow fills every key that any message of the set has; templates ask whether a key is there at all.
-    message = {key: value for key, value in message.items() if value is not None}
-    content = message.setdefault("content", "" if message.get("tool_calls") else None)
-    if not isinstance(content, str):
-        raise DataError(f"the content is {_found(content)}", where=where, remedy="give the content as text")
-    _check_unicode(content, where)
-    return message
-
-
-def _check_unicode(text: str, where: str) -> None:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise DataError(
-            f"character {error.start} is half of a surrogate pair ({text[error.start]!a}), not valid Unicode",
-            where=where,
-            remedy="write the character itself, or both halves of the pair",
-        ) from None
+# ---------------------------------------------------------------------- prompts
 
 
 def _check_filled(rows: Sequence[Mapping[str, Any]], i: int, column: str, prompt: Text, problem: str) -> None:
@@ -274,9 +242,3 @@ def _no_column(rows: Sequence[Mapping[str, Any]], i: int, column: str) -> DataEr
         where=place_of(rows, i) if i else source_of(rows),
         remedy=near,
     )
-
-
-def _found(value: Any) -> str:
-    if value is None:
-        return "null"
-    return f"{type(value).__name__} {shown(value)}"

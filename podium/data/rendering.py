@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from podium.core.errors import DataError, ModelError
 from podium.core.settings import DataSettings
-from podium.data.formats import Message, Text
+from podium.data.texts import Message, Text
 
 _CHUNK = 1024
+
+
+class NoRowLeft(DataError):
+    """Every row was left out: for its length, or because it teaches nothing."""
 
 
 @dataclass(frozen=True)
@@ -35,27 +39,35 @@ class Renderer:
 
     # ------------------------------------------------------------------ rendering
 
-    def prompt(self, prompt: Text, where: str) -> Rendered:
-        """The prompt as the model shall see it: with the system prompt and, for chat, the opening of the answer."""
-        messages = self._messages(prompt, where)
+    def prompt(self, prompt: Text, where: str, options: Mapping[str, Any] | None = None) -> Rendered:
+        """The prompt as the model shall see it: with the system prompt and, for chat, the opening of the answer.
+
+        `options` go to the chat template (tools, for example).
+        """
+        messages = self.messages(prompt, where)
         if messages is None:
             return Rendered(self._with_system_text(str(prompt)), True)
         continues = messages[-1]["role"] == "assistant"
-        text = self._template(messages, where, add_generation_prompt=not continues, continue_final_message=continues)
-        return Rendered(text, False)
+        opening = {"add_generation_prompt": not continues, "continue_final_message": continues}
+        return Rendered(self.template(messages, where, **(options or {}), **opening), False)
 
-    def answered(self, prompt: Text, completion: Text, where: str) -> Rendered:
+    def answered(self, prompt: Text, completion: Text, where: str, options: Mapping[str, Any] | None = None) -> Rendered:
         """Prompt and completion as one text; it must begin with what `prompt` gives."""
-        messages = self._messages(prompt, where)
+        messages = self.messages(prompt, where)
         if messages is None:
             return Rendered(self._with_system_text(str(prompt)) + str(completion), True)
+        return Rendered(self.template(self.joined(messages, completion), where, **(options or {})), False)
+
+    @staticmethod
+    def joined(messages: list[Message], completion: Text) -> list[Message]:
+        """The conversation with its answer; one that the prompt opened is continued in its turn."""
         turns = completion if isinstance(completion, list) else [{"role": "assistant", "content": completion}]
         if messages[-1]["role"] == turns[0]["role"] == "assistant":  # the prompt opened the answer
             opened = {**turns[0], "content": messages[-1]["content"] + turns[0]["content"]}
             messages, turns = messages[:-1], [opened, *turns[1:]]
-        return Rendered(self._template([*messages, *turns], where), False)
+        return [*messages, *turns]
 
-    def _messages(self, prompt: Text, where: str) -> list[Message] | None:
+    def messages(self, prompt: Text, where: str) -> list[Message] | None:
         """The conversation with the system prompt, or None where the prompt stays plain text."""
         if isinstance(prompt, str):
             if self.settings.chat != "always":
@@ -77,7 +89,8 @@ class Renderer:
     def _with_system_text(self, text: str) -> str:
         return f"{self.settings.system_prompt}\n\n{text}" if self.settings.system_prompt else text
 
-    def _template(self, messages: list[Message], where: str, **options: Any) -> str:
+    def template(self, messages: list[Message], where: str, tokenize: bool = False, **options: Any) -> Any:
+        """What the chat template makes of a conversation: text, or with `tokenize` what the tokenizer makes of it."""
         if not self.tokenizer.chat_template:
             raise ModelError(
                 "the tokenizer has no chat template, and the prompts are chat messages",
@@ -85,7 +98,7 @@ class Renderer:
                 remedy="set model.chat_template, use a chat model, or give the prompts as text with data.chat=auto",
             )
         try:
-            return self.tokenizer.apply_chat_template(messages, tokenize=False, **options)
+            return self.tokenizer.apply_chat_template(messages, tokenize=tokenize, **options)
         except Exception as error:  # jinja2's errors and whatever a template's code raises
             roles = ", ".join(m["role"] for m in messages)
             raise DataError(
@@ -117,11 +130,7 @@ class Renderer:
         The prompt's own tokens are kept, as generation will see them. Where a token of the whole text spans the border,
         the rest is tokenised by itself.
         """
-        if self.eos is None:
-            raise ModelError(
-                "the tokenizer has no end-of-sequence token, so no response would ever end",
-                remedy="set eos_token in the tokenizer's folder (tokenizer_config.json)",
-            )
+        self.require_end()
         rests: list[Rendered] = []
         for prompt, text, where in zip(prompts, whole, places, strict=True):
             if not text.text.startswith(prompt.text):
@@ -138,14 +147,28 @@ class Renderer:
             out.append(self._ended(tokens, chat=not text.special))
         return out
 
+    def require_end(self) -> int:
+        """The end token. Raises ModelError where the tokenizer has none."""
+        if self.eos is None:
+            raise ModelError(
+                "the tokenizer has no end-of-sequence token, so no response would ever end",
+                remedy="set eos_token in the tokenizer's folder (tokenizer_config.json)",
+            )
+        return self.eos
+
     def _ended(self, tokens: list[int], chat: bool) -> list[int]:
         """With the end token last: appended, or the template's white space after its own end token cut off."""
-        assert self.eos is not None
-        if chat and self.eos in tokens:
+        if chat:
+            tokens = tokens[: self.end_of(tokens)]
+        return tokens if tokens[-1:] == [self.eos] else [*tokens, self.require_end()]
+
+    def end_of(self, tokens: list[int]) -> int:
+        """Where a rendered turn ends: after its end token, if only the template's white space follows; else its length."""
+        if self.eos in tokens:
             end = len(tokens) - tokens[::-1].index(self.eos)
             if not self.tokenizer.decode(tokens[end:]).strip():
-                return tokens[:end]
-        return tokens if tokens[-1:] == [self.eos] else [*tokens, self.eos]
+                return end
+        return len(tokens)
 
 
 def _tokens_put_after(tokenizer: Any) -> int:
@@ -195,7 +218,7 @@ def limit_prompts(prompt_ids: Sequence[list[int]], settings: DataSettings, place
         out.prompt_ids.append(ids)
     if not out.kept:
         shortest = min(map(len, prompt_ids))
-        raise DataError(
+        raise NoRowLeft(
             f"all {len(prompt_ids)} prompts are longer than data.max_prompt_tokens={limit}; the shortest has {shortest} tokens",
             remedy=f"raise data.max_prompt_tokens to {shortest} or more, or set data.too_long to 'truncate'",
         )

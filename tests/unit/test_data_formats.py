@@ -7,8 +7,9 @@ import json
 import pytest
 
 from podium.core.errors import DataError
-from podium.data.formats import FormatKind, as_label, detect, to_examples
+from podium.data.formats import FormatKind, detect, to_examples
 from podium.data.sources import Rows, load_rows
+from podium.data.texts import as_label
 
 USER = {"role": "user", "content": "2 + 2 ="}
 BOT = {"role": "assistant", "content": "4"}
@@ -96,8 +97,8 @@ def test_null_keys_that_arrow_fills_in_are_left_out():
 def test_a_missing_column_lists_those_present(tmp_path):
     with pytest.raises(DataError, match=r"data: no column 'prompt'; the row has: answer, promt\n.*did you mean 'promt'"):
         example({"promt": "a", "answer": "b"})
-    with pytest.raises(DataError, match=r"no column 'prompt'; the row has: text[\s\S]*data\.prompt_column"):
-        example({"text": "a"})
+    with pytest.raises(DataError, match=r"no column 'prompt'; the row has: body[\s\S]*data\.prompt_column"):
+        example({"body": "a"})
     with pytest.raises(DataError, match=r"no column 'question'; the row has: prompt"):
         example({"prompt": "a"}, "question")
     path = tmp_path / "rows.jsonl"
