@@ -19,11 +19,13 @@ if TYPE_CHECKING:
     from podium.models.heads import RewardModel as RewardModel
     from podium.models.heads import load_reward_model as load_reward_model
     from podium.recipes import train as train
+    from podium.rewards.stepwise import StepwiseRewardInjector as StepwiseRewardInjector
     from podium.stages.policy import GRPOStage as GRPOStage
     from podium.stages.policy import PPOStage as PPOStage
     from podium.stages.reward import CostStage as CostStage
     from podium.stages.reward import RewardStage as RewardStage
     from podium.stages.rollout import RolloutStage as RolloutStage
+    from podium.stages.stepwise import StepwiseRewardStage as StepwiseRewardStage
     from podium.trainer import LLMTrainer as LLMTrainer
     from podium.trainer import Trainer as Trainer
     from podium.workers.advantages import estimate_advantages as estimate_advantages
@@ -35,9 +37,11 @@ _HOMES = {
     "podium.models.heads": ("ActorModel", "CriticModel", "RewardModel", "load_reward_model"),
     "podium.recipes": ("train",),
     "podium.workers.advantages": ("estimate_advantages",),
+    "podium.rewards.stepwise": ("StepwiseRewardInjector",),
     "podium.stages.policy": ("GRPOStage", "PPOStage"),
     "podium.stages.reward": ("CostStage", "RewardStage"),
     "podium.stages.rollout": ("RolloutStage",),
+    "podium.stages.stepwise": ("StepwiseRewardStage",),
     "podium.trainer": ("LLMTrainer", "Trainer"),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}

@@ -81,6 +81,14 @@ class TRLReward(FunctionReward):
             return self._row_by_row(batch, state, error)
         return collect(self.name, batch, answers, self.on_error, metrics, columns)
 
+    def answers(self, batch: Batch, state: TrainerState) -> list[Any]:
+        """What the function returns, one a row, as it is (for step-wise rewards, which are no numbers).
+
+        Raises RewardError for a missing column or a wrong number of answers, and what the function raises.
+        """
+        self._check_columns(batch)
+        return self._answers(self._keywords(batch, state, Metrics(), {}), len(batch))
+
     def _keywords(self, batch: Batch, state: TrainerState, metrics: Metrics, columns: dict[str, list[Any]]) -> dict[str, Any]:
         responses = responses_of(batch)
         prompts = batch["prompt"]

@@ -34,7 +34,7 @@ class ModelReward:
 
     def __call__(self, batch: Batch) -> Scored:
         """Raises RewardError for a score that is not finite (unless skipped), or a head that the model has not."""
-        values = self._column(resolve(self.score(batch))).float()
+        values = head_column(resolve(self.score(batch)), self.head, self.name).float()
         failed = []
         for row in (~values.isfinite()).nonzero()[:, 0].tolist():
             reason = f"the model gave {float(values[row])}, not a finite number"
@@ -43,15 +43,20 @@ class ModelReward:
             failed.append((row, reason))
         return Scored(torch.where(values.isfinite(), values, torch.nan), failed)
 
-    def _column(self, scores: Batch) -> Tensor:
-        heads = [name.removeprefix("scores.") for name in scores.names if name.startswith("scores.")]
-        if self.head in heads:
-            return scores[f"scores.{self.head}"]
-        if "scores" in scores:  # one head: a name for it need not be known to the worker
-            return scores["scores"]
-        if self.head is None:
-            what = f"the model has {len(heads)} heads: {', '.join(heads)}"
-            remedy = f"name those that count: models=[model.head('{heads[0]}'), ...], or weights={{'{heads[0]}': 1.0, ...}}"
-        else:
-            what, remedy = f"the model has no head '{self.head}'", did_you_mean(self.head, heads)
-        raise RewardError(what, where=f"reward '{self.name}'", remedy=remedy)
+
+def head_column(scores: Batch, head: str | None, reward: str) -> Tensor:
+    """One score `[B]` of what a reward role gave: `scores.<head>`, or `scores` of a model with one head.
+
+    Raises RewardError where the model has several heads and none of them is meant.
+    """
+    heads = [name.removeprefix("scores.") for name in scores.names if name.startswith("scores.")]
+    if head in heads:
+        return scores[f"scores.{head}"]
+    if "scores" in scores:  # one head: its name need not be known to the worker
+        return scores["scores"]
+    if head is None:
+        what = f"the model has {len(heads)} heads: {', '.join(heads)}"
+        remedy = f"name those that count: models=[model.head('{heads[0]}'), ...], or weights={{'{heads[0]}': 1.0, ...}}"
+    else:
+        what, remedy = f"the model has no head '{head}'", did_you_mean(head, heads)
+    raise RewardError(what, where=f"reward '{reward}'", remedy=remedy)
