@@ -178,6 +178,9 @@ class Trainer:
             self._given_tokenizer = self._given_tokenizer or getattr(stage, "tokenizer", None)
         roles = Roles(settings, self._given_models, self._given_tokenizer, self.executor, device)
         self.tokenizer = roles.tokenizer
+        for stage in self.graph.stages:
+            if getattr(stage, "wants_tokenizer", False) and stage.tokenizer is None:  # type: ignore[attr-defined]
+                stage.tokenizer = self.tokenizer  # type: ignore[attr-defined]
         data = load_data(settings, self.kind, self.tokenizer, self._given_data, self._given_eval)
         for line in data.lines:
             note(line)
