@@ -27,7 +27,16 @@ from podium.algorithms.kl import (
     kl_estimate,
 )
 from podium.algorithms.log_probs import log_probs_from_hidden, log_probs_from_logits
-from podium.algorithms.losses import LOSSES, loss_builder, pairwise_reward_loss, policy_loss, supervised_loss, value_loss
+from podium.algorithms.losses import (
+    LOSSES,
+    kto_loss,
+    loss_builder,
+    pairwise_reward_loss,
+    policy_loss,
+    preference_loss,
+    supervised_loss,
+    value_loss,
+)
 from podium.algorithms.policy_losses import (
     POLICY_LOSSES,
     PolicyObjective,
@@ -35,7 +44,14 @@ from podium.algorithms.policy_losses import (
     find_policy_objective,
     policy_objective,
 )
-from podium.algorithms.preference_losses import bradley_terry_loss
+from podium.algorithms.preference_losses import (
+    bradley_terry_loss,
+    dpo_loss,
+    ipo_loss,
+    kahneman_tversky_loss,
+    kto_reference_point,
+    sequence_log_ratios,
+)
 from podium.algorithms.reduce import REDUCTIONS, check_reduction, token_weights
 from podium.algorithms.supervised import negative_log_likelihood
 from podium.algorithms.value_losses import clipped_value_loss
@@ -64,13 +80,18 @@ __all__ = [
     "constrained_advantages",
     "correction",
     "distillation_advantages",
+    "dpo_loss",
     "entropy_from_logits",
     "find_advantage_estimator",
     "find_correction",
     "find_policy_objective",
     "gae",
     "group_relative",
+    "ipo_loss",
+    "kahneman_tversky_loss",
     "kl_estimate",
+    "kto_loss",
+    "kto_reference_point",
     "leave_one_out",
     "log_probs_from_hidden",
     "log_probs_from_logits",
@@ -80,7 +101,9 @@ __all__ = [
     "pairwise_reward_loss",
     "policy_loss",
     "policy_objective",
+    "preference_loss",
     "returns_to_go",
+    "sequence_log_ratios",
     "supervised_loss",
     "token_weights",
     "value_loss",

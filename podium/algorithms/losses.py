@@ -7,7 +7,8 @@ What is switched off costs nothing: without an entropy bonus no entropy is compu
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,13 +17,20 @@ from podium.algorithms._lookup import look_up
 from podium.algorithms.base import Loss
 from podium.algorithms.kl import KL_ESTIMATORS, kl_estimate
 from podium.algorithms.policy_losses import POLICY_LOSSES, PolicyObjective, find_policy_objective
-from podium.algorithms.preference_losses import bradley_terry_loss
+from podium.algorithms.preference_losses import (
+    bradley_terry_loss,
+    dpo_loss,
+    ipo_loss,
+    kahneman_tversky_loss,
+    sequence_log_ratios,
+)
 from podium.algorithms.reduce import check_reduction
 from podium.algorithms.supervised import negative_log_likelihood
 from podium.algorithms.value_losses import clipped_value_loss
 
 Tensors = Mapping[str, Tensor]
 LossAndMetrics = tuple[Tensor, dict[str, Tensor]]
+PreferenceKind = Literal["dpo", "ipo"]
 Builder = TypeVar("Builder", bound=Callable[..., Loss])
 
 LOSSES: dict[str, Callable[..., Loss]] = {}
@@ -153,28 +161,104 @@ def supervised_loss(*, reduction: str = "token_mean") -> Loss:
 
 
 @loss_builder("pairwise_reward")
-def pairwise_reward_loss(*, margin: float = 0.0) -> Loss:
+def pairwise_reward_loss(*, margin: float = 0.0, heads: bool = False) -> Loss:
     """`bradley_terry_loss` over rows that come in pairs: equal `pair_id`, one row `chosen`, the other not.
 
-    The loss and the metrics of a pair sit on its chosen row, so `chosen` is the mask and the mean is over pairs. A
-    `pair_id` that doesn't have exactly one row of each kind is a `ValueError`.
+    The loss and the metrics of a pair sit on its chosen row, so `chosen` is the mask and the mean is over pairs. With `heads`
+    the model gives several scores a row, [b, H], and the column `head` says which of them the pair is about. A `pair_id`
+    that doesn't have exactly one row of each kind, or has two heads, is a `ValueError`, as is a head that the model lacks.
     """
 
     def function(outputs: Tensors, columns: Tensors) -> LossAndMetrics:
         scores, chosen = outputs["scores"], columns["chosen"].bool()
-        partner = scores[_partners(columns["pair_id"], chosen)]
+        other = _partners(columns["pair_id"], chosen)
+        if heads:
+            scores = _scores_of_heads(scores, columns["head"], other)
+        partner = scores[other]
         loss, metrics = bradley_terry_loss(scores, partner, margin=margin)
         metrics |= {"chosen_score": scores.detach(), "rejected_score": partner.detach()}
-        return loss.masked_fill(~chosen, 0.0), {name: value * chosen for name, value in metrics.items()}
+        return _on_chosen(loss, metrics, chosen)
 
     return Loss(
         name="pairwise_reward",
         function=function,
         outputs=("scores",),
-        columns=("pair_id", "chosen"),
+        columns=("pair_id", "chosen", "head") if heads else ("pair_id", "chosen"),
         mask="chosen",
         keep_together="pair_id",
     )
+
+
+@loss_builder("preference")
+def preference_loss(*, kind: PreferenceKind = "dpo", beta: float = 0.1, label_smoothing: float = 0.0) -> Loss:
+    """`dpo_loss` or `ipo_loss` over rows that come in pairs, against the column `ref_log_probs`.
+
+    A row's log-ratio is over its tokens in `loss_mask`: their sum for "dpo", their mean for "ipo". Pairs as in
+    `pairwise_reward_loss`. Raises `ValueError` for another kind, or for `label_smoothing` with "ipo".
+    """
+    look_up({"dpo": None, "ipo": None}, kind, "kind of preference loss")
+    if kind == "ipo" and label_smoothing != 0:
+        raise ValueError(f"label_smoothing={label_smoothing} has no place in IPO; it is DPO's.")
+    loss_of = partial(ipo_loss, beta=beta) if kind == "ipo" else partial(dpo_loss, beta=beta, label_smoothing=label_smoothing)
+    loss_of(torch.zeros(0), torch.zeros(0))  # finds values that make no sense before a run
+
+    def function(outputs: Tensors, columns: Tensors) -> LossAndMetrics:
+        chosen = columns["chosen"].bool()
+        sequence = (outputs["log_probs"], columns["ref_log_probs"], columns["loss_mask"])
+        log_ratios = sequence_log_ratios(*sequence, mean=kind == "ipo")
+        loss, metrics = loss_of(log_ratios, log_ratios[_partners(columns["pair_id"], chosen)])
+        return _on_chosen(loss, metrics, chosen)
+
+    return Loss(
+        name=kind,
+        function=function,
+        outputs=("log_probs",),
+        columns=("ref_log_probs", "loss_mask", "pair_id", "chosen"),
+        mask="chosen",
+        keep_together="pair_id",
+    )
+
+
+@loss_builder("kto")
+def kto_loss(*, beta: float = 0.1, desirable_weight: float = 1.0, undesirable_weight: float = 1.0) -> Loss:
+    """`kahneman_tversky_loss` of each row of `row_mask`, against `ref_log_probs` and the column `reference_point` [b].
+
+    A row's log-ratio is the sum over its tokens in `loss_mask`. Raises `ValueError` as `kahneman_tversky_loss`.
+    """
+    settings = {"beta": beta, "desirable_weight": desirable_weight, "undesirable_weight": undesirable_weight}
+    nothing = torch.zeros(0)
+    kahneman_tversky_loss(nothing, nothing.bool(), nothing, **settings)  # finds values that make no sense before a run
+
+    def function(outputs: Tensors, columns: Tensors) -> LossAndMetrics:
+        log_ratios = sequence_log_ratios(outputs["log_probs"], columns["ref_log_probs"], columns["loss_mask"])
+        loss, metrics = kahneman_tversky_loss(log_ratios, columns["label"], columns["reference_point"], **settings)
+        return loss, metrics | {"reference_point": columns["reference_point"].detach()}
+
+    return Loss(
+        name="kto",
+        function=function,
+        outputs=("log_probs",),
+        columns=("ref_log_probs", "loss_mask", "label", "reference_point", "row_mask"),
+        mask="row_mask",
+    )
+
+
+def _on_chosen(loss: Tensor, metrics: dict[str, Tensor], chosen: Tensor) -> LossAndMetrics:
+    """What is said of a pair, on its chosen row only."""
+    return loss.masked_fill(~chosen, 0.0), {name: value * chosen for name, value in metrics.items()}
+
+
+def _scores_of_heads(scores: Tensor, head: Tensor, partner: Tensor) -> Tensor:
+    """[b]: of each row's scores [b, H] the one that its pair is about."""
+    if scores.dim() != 2:
+        raise ValueError(f"A loss over heads needs scores [b, H]; the model gives {list(scores.shape)}: it has one head.")
+    if not bool(((head >= 0) & (head < scores.shape[1])).all()):
+        raise ValueError(
+            f"The model has {scores.shape[1]} heads, numbered from 0; the column 'head' says {head.tolist()[:10]}."
+        )
+    if not bool((head == head[partner]).all()):
+        raise ValueError("The two rows of a pair must be about the same head.")
+    return scores.gather(1, head[:, None])[:, 0]
 
 
 def _partners(pair_id: Tensor, chosen: Tensor) -> Tensor:
