@@ -34,7 +34,7 @@ class LoraSettings(Settings):
 
 class RopeScalingSettings(Settings):
     rope_type: str
-    """`linear`, `dynamic`, `yarn`, `llama3` (the names of `transformers`)."""
+    """`linear`, `yarn` or `llama3` (the names of `transformers`)."""
     factor: float = Field(gt=1)
     """How much longer than the model's own the context becomes."""
     original_max_position_embeddings: int | None = Field(default=None, gt=0)
@@ -53,7 +53,12 @@ class RopeScalingSettings(Settings):
     @field_validator("rope_type")
     @classmethod
     def _known(cls, value: str) -> str:
-        known = ("linear", "dynamic", "yarn", "llama3")
+        known = ("linear", "yarn", "llama3")
+        if value in ("dynamic", "longrope"):
+            raise ValueError(
+                f"rope_type '{value}' changes every token's rotation with the longest sequence of the batch: the gradient would "
+                "depend on the micro-batches, and cached keys would be wrong; use yarn"
+            )
         if value not in known:
             raise ValueError(f"unknown rope_type '{value}'; {did_you_mean(value, known)}")
         return value
@@ -274,12 +279,14 @@ class KLSettings(Settings):
 class CorrectionSettings(Settings):
     """Correction of what the rollout's kernels or weights computed otherwise than training does."""
 
-    kind: Literal["none", "token_truncated", "sequence_truncated", "token_masked", "sequence_rejected"] = "none"
-    """`none`, or what is done with the ratio of the training policy to the rollout policy."""
-    low: float = Field(default=0.5, ge=0)
-    """Masked or rejected below this ratio (`token_masked`, `sequence_rejected`)."""
-    high: float = Field(default=2.0, gt=0)
-    """Truncated to, masked or rejected above this ratio."""
+    kind: str = "none"
+    """`token_truncated`, `sequence_truncated`, `token_masked`, `sequence_rejected`, or your own."""
+    cap: float | None = Field(default=None, gt=0)
+    """The largest importance weight (truncated kinds); by default the kind's own."""
+    low: float | None = Field(default=None, ge=0)
+    """Masked or rejected below this ratio; by default the kind's own."""
+    high: float | None = Field(default=None, gt=0)
+    """Masked or rejected above this ratio; by default the kind's own."""
 
 
 class LagrangeSettings(Settings):
@@ -289,12 +296,12 @@ class LagrangeSettings(Settings):
     """The mean cost of a response that is allowed."""
     initial: float = Field(default=1.0, gt=0)
     """The multiplier at the start."""
-    lr: float = Field(default=0.05, gt=0)
+    lr: float = Field(default=0.1, gt=0)
     """Learning rate of its logarithm, per step and unit of cost."""
     minimum: float = Field(default=1e-4, gt=0)
     """Never below this (a multiplier of 0 could not rise again)."""
-    maximum: float = Field(default=100.0, gt=0)
-    """Never above this."""
+    maximum: float = Field(default=5.0, gt=0)
+    """Never above this: it bounds how far the reward can be given up."""
 
 
 class EvaluationSettings(Settings):

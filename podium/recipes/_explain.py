@@ -16,7 +16,7 @@ def explain(settings: RecipeSettings) -> list[tuple[str, str, str]]:
     graph = StageGraph(recipe.stages(settings), SOURCES[recipe.data])
     batch, steps = settings.batch, settings.run.steps
     per_update = batch.minibatch_sequences or batch.sequences_per_step
-    unit = {"prompts": "prompts", "supervised": "rows", "preferences": "pairs"}[recipe.data]
+    unit = {"prompts": "prompts", "supervised": "rows", "preferences": "pairs", "unpaired": "rows"}[recipe.data]
     rows = [
         (f"{unit} per step", str(batch.prompts_per_step), "batch.prompts_per_step"),
         ("sequences per step", str(batch.sequences_per_step), f"{batch.prompts_per_step} {unit} x {batch.group_size}"),
@@ -42,6 +42,8 @@ def explain(settings: RecipeSettings) -> list[tuple[str, str, str]]:
                 f"{batch.sequences_per_step} sequences, {settings.rollout.max_concurrent} at once",
             )
         )
+        if rounds := getattr(settings, "sampling_rounds", 0):
+            rows.append(("rollouts per step", f"at most {rounds}", "sampling_rounds: groups without signal are replaced"))
         micro = -(-(longest * per_update) // batch.microbatch_tokens)
         rows.append(
             (
@@ -66,14 +68,15 @@ def explain(settings: RecipeSettings) -> list[tuple[str, str, str]]:
 
 def _left_out(settings: RecipeSettings, graph: StageGraph) -> list[tuple[str, str, str]]:
     """Passes that the settings make needless."""
-    if not isinstance(settings, OnlineSettings) or "rollout" not in [s.label for s in graph.stages]:
-        return []
     labels = {stage.label for stage in graph.stages}
+    if not isinstance(settings, OnlineSettings) or "advantages" not in labels:
+        return []
     left_out = []
     if "ref_log_probs" not in labels:
         left_out.append(("no reference pass", "-", "kl.coef is 0" if settings.kl.coef == 0 else "kl.controller is none"))
     if "old_log_probs" not in labels:
         left_out.append(("no old-log-prob pass", "-", "one update a step: the ratio is 1 by construction"))
     if "values" not in labels:
-        left_out.append(("no critic", "-", "the group is the baseline"))
+        estimator = getattr(settings, "advantage", settings.algorithm)
+        left_out.append(("no critic", "-", f"the advantage estimator '{estimator}' needs none"))
     return left_out

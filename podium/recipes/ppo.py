@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pydantic import Field
 
 from podium.core.errors import ConfigError
 from podium.core.settings import BatchSettings, KLSettings, OnlineSettings, OptimizerSettings
-from podium.recipes._online import reward_stage, rollout_stage
+from podium.recipes._online import kl_keywords, reward_stage, rollout_stage, scored_evaluation, update_keywords
 from podium.stages.base import Stage
 from podium.stages.policy import PPOStage
-from podium.trainer.evaluation import evaluation_stages
-from podium.trainer.recipe import RECIPES, Recipe
+from podium.trainer.recipe import register_recipe
 
 
 class PPOSettings(OnlineSettings):
@@ -33,41 +34,26 @@ class PPOSettings(OnlineSettings):
     """Advantages to mean 0 and deviation 1 over a step's tokens."""
 
 
-def stages(settings: PPOSettings) -> list[Stage]:
-    """Rollout, reward, and what PPO makes of them."""
-    kl = settings.kl
-    if kl.place == "loss" and kl.coef > 0:
+def ppo_keywords(settings: PPOSettings) -> dict[str, Any]:
+    """The settings as keywords of `PPOStage`. Raises ConfigError for a KL term in the loss."""
+    if settings.kl.place == "loss" and settings.kl.coef > 0:
         raise ConfigError(
             "PPO takes its KL term in the reward", where="kl.place", remedy="set kl.place=reward, or algorithm: grpo"
         )
-    return [
-        rollout_stage(settings),
-        reward_stage(settings),
-        PPOStage(
-            kl_controller=kl.controller,
-            kl_coef=kl.coef,
-            kl_target=kl.target,
-            kl_horizon=kl.horizon,
-            kl_estimator=kl.estimator,
-            gamma=settings.gamma,
-            gae_lambda=settings.gae_lambda,
-            clip_low=settings.clip_low,
-            clip_high=settings.clip_high,
-            dual_clip=settings.dual_clip,
-            value_clip=settings.value_clip,
-            entropy_coef=settings.entropy_coef,
-            one_update=settings.batch.updates_per_step == 1,
-            critic_warmup_steps=settings.critic_warmup_steps,
-            loss_reduction=settings.loss_reduction,
-            constant_length=settings.rollout.max_new_tokens,
-            whiten_advantages=settings.whiten_advantages,
-        ),
-    ]
+    return {
+        "gamma": settings.gamma,
+        "gae_lambda": settings.gae_lambda,
+        "value_clip": settings.value_clip,
+        "critic_warmup_steps": settings.critic_warmup_steps,
+        "whiten_advantages": settings.whiten_advantages,
+        **kl_keywords(settings),
+        **update_keywords(settings),
+    }
 
 
-def evaluation(settings: PPOSettings) -> list[Stage]:
-    """One response per held-out prompt, scored by the same rewards."""
-    return evaluation_stages([rollout_stage(settings), reward_stage(settings)], settings.evaluation)
+def stages(settings: PPOSettings) -> list[Stage]:
+    """Rollout, reward, and what PPO makes of them."""
+    return [rollout_stage(settings), reward_stage(settings), PPOStage(**ppo_keywords(settings))]
 
 
-RECIPES.register("ppo")(Recipe("ppo", PPOSettings, "prompts", stages, evaluation, "clipped policy gradient with a critic"))
+register_recipe(PPOSettings, "prompts", stages, scored_evaluation, about="clipped policy gradient with a critic")

@@ -2,40 +2,38 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from podium.algorithms.losses import pairwise_reward_loss
-from podium.core.errors import ConfigError
-from podium.core.settings import BatchSettings, RecipeSettings
+from podium.recipes._preference import PairSettings, check_pairs
 from podium.stages.base import Stage
 from podium.stages.evaluation import PairAccuracyStage
 from podium.stages.update import UpdateStage
-from podium.trainer.recipe import RECIPES, Recipe
+from podium.trainer.recipe import register_recipe
 
 
-class RewardModelSettings(RecipeSettings):
+class RewardModelSettings(PairSettings):
     algorithm: str = "reward_model"
-    batch: BatchSettings = Field(default_factory=lambda: BatchSettings(prompts_per_step=64, group_size=2))
-    """`prompts_per_step` counts pairs; a pair has `group_size` 2 rows."""
+    heads: list[str] = Field(default_factory=list)
+    """Names of several scores (`[helpfulness, honesty]`); a pair's column `aspect` says which it judges. Empty: one score."""
+
+    @field_validator("heads")
+    @classmethod
+    def _distinct(cls, heads: list[str]) -> list[str]:
+        if len(set(heads)) < len(heads):
+            raise ValueError("each name once")
+        return heads
 
 
 def stages(settings: RewardModelSettings) -> list[Stage]:
-    """One update on the step's pairs."""
-    batch = settings.batch
-    if batch.group_size != 2 or batch.minibatch_sequences % 2:
-        raise ConfigError(
-            f"group_size={batch.group_size}, minibatch_sequences={batch.minibatch_sequences}: a pair has two rows",
-            where="batch",
-            remedy="leave group_size at 2; minibatch_sequences must be even",
-        )
-    return [UpdateStage("reward", pairwise_reward_loss())]
+    """One pass of updates on the step's pairs."""
+    check_pairs(settings)
+    return [UpdateStage("reward", pairwise_reward_loss(heads=len(settings.heads) > 1))]
 
 
 def evaluation(settings: RewardModelSettings) -> list[Stage]:
-    """How often the chosen answer of a held-out pair scores higher."""
-    return [PairAccuracyStage()]
+    """How often the chosen answer of a held-out pair scores higher (by the head that the pair is about)."""
+    return [PairAccuracyStage(settings.heads if len(settings.heads) > 1 else ())]
 
 
-RECIPES.register("reward_model")(
-    Recipe("reward_model", RewardModelSettings, "preferences", stages, evaluation, "a scorer from preference pairs")
-)
+register_recipe(RewardModelSettings, "preferences", stages, evaluation, about="a scorer from preference pairs")

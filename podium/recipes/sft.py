@@ -7,12 +7,11 @@ from pydantic import Field
 from podium.algorithms.losses import supervised_loss
 from podium.core.errors import ConfigError
 from podium.core.settings import BatchSettings, OnlineSettings, RewardSettings
-from podium.recipes._online import reward_stage, rollout_stage
+from podium.recipes._online import scored_evaluation
 from podium.stages.base import Stage
 from podium.stages.evaluation import LikelihoodStage
 from podium.stages.update import UpdateStage
-from podium.trainer.evaluation import evaluation_stages
-from podium.trainer.recipe import RECIPES, Recipe
+from podium.trainer.recipe import register_recipe
 
 
 class SFTSettings(OnlineSettings):
@@ -36,7 +35,7 @@ def evaluation(settings: SFTSettings) -> list[Stage]:
     """Likelihood of the held-out completions; with rewards, also answers of the model's own."""
     if not settings.rewards and not settings.model.reward_path:
         return [LikelihoodStage()]
-    return evaluation_stages([rollout_stage(settings), reward_stage(settings)], settings.evaluation)
+    return scored_evaluation(settings)
 
 
-RECIPES.register("sft")(Recipe("sft", SFTSettings, "supervised", stages, evaluation, "supervised fine-tuning"))
+register_recipe(SFTSettings, "supervised", stages, evaluation, about="supervised fine-tuning")

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
 from podium.core.batch import Batch
 from podium.stages.base import Stage, StepContext
 
@@ -21,20 +26,35 @@ class LikelihoodStage(Stage):
 
 
 class PairAccuracyStage(Stage):
-    """How often the chosen row of a pair scores above the rejected one, and by how much."""
+    """How often the chosen row of a pair scores above the rejected one, and by how much.
+
+    Args:
+        heads: names of a reward model's several scores: each pair (`head`) is judged by its own; each is also measured apart.
+    """
 
     name = "pair_accuracy"
-    reads = ("prompt_ids", "response_ids", "pair_id", "chosen")
     roles = ("reward",)
+
+    def __init__(self, heads: Sequence[str] = ()) -> None:
+        self.heads = list(heads)
+        self.reads = ("prompt_ids", "response_ids", "pair_id", "chosen", *(("head",) if self.heads else ()))
 
     def run(self, batch: Batch, context: StepContext) -> Batch:
         out = context.roles["reward"].score(batch.select("prompt_ids", "response_ids"), name="scores").result()
+        scores = out["scores"] if not self.heads else self._of_own_head(batch, out)
         order = batch["pair_id"].argsort(stable=True)
-        scores, chosen = out["scores"][order], batch["chosen"][order]
+        scores, chosen = scores[order], batch["chosen"][order]
         margin = scores[chosen] - scores[~chosen]
         context.metrics.add("accuracy", float((margin > 0).sum()), len(margin))
         context.metrics.add("margin", float(margin.sum()), len(margin))
+        for i, name in enumerate(self.heads):
+            own = margin[batch["head"][order][chosen] == i]
+            context.metrics.add(f"accuracy/{name}", float((own > 0).sum()), len(own))
         return Batch()
+
+    def _of_own_head(self, batch: Batch, out: Batch) -> Tensor:
+        every = torch.stack([out[f"scores.{name}"] for name in self.heads], dim=1)
+        return every.gather(1, batch["head"][:, None]).squeeze(1)
 
 
 class SolvedStage(Stage):

@@ -10,6 +10,22 @@ from podium.core.batch import Batch, resolve
 from podium.core.errors import GraphError, did_you_mean
 from podium.stages.base import Stage, StepContext
 
+# What gives a column that an algorithm may lack: the stage, and the settings that bring it.
+_GIVEN_BY = {
+    "values": "a critic gives it: PPOStage, or algorithm: ppo",
+    "ref_log_probs": "a reference gives it: kl_coef (kl.coef) above 0, or LogProbStage('reference', 'ref_log_probs')",
+    "old_log_probs": "the actor gives it: one_update=False, or LogProbStage('actor', 'old_log_probs')",
+    "teacher_log_probs": "a teacher gives it: LogProbStage('teacher', 'teacher_log_probs'), or algorithm: distillation",
+    "baseline_rewards": "the greedy response gives it: GreedyBaselineStage(reward_stage), or algorithm: remax",
+    "rewards": "a RewardStage gives it",
+    "costs": "a CostStage gives it, or algorithm: safe_rlhf with costs",
+    "group_id": "a RolloutStage gives it",
+    "step_rewards": "a StepwiseRewardStage gives it",
+    "advantages": "an AdvantageStage gives it, or one of GRPOStage, PPOStage",
+    "pair_id": "preference pairs have it: data columns prompt, chosen, rejected",
+    "label": "marked answers have it: data columns prompt, completion, label",
+}
+
 
 class StageGraph:
     """Stages in an order in which every column is there when it is read.
@@ -95,7 +111,7 @@ class StageGraph:
                 known = set(self._writer) | self.sources
                 raise GraphError(
                     f"stage '{stage.label}' reads '{column}', which nothing writes",
-                    remedy=f"add a stage that writes it, or a data column; {did_you_mean(column, known)}",
+                    remedy=_GIVEN_BY.get(column) or f"add a stage or a data column for it; {did_you_mean(column, known)}",
                 )
         for column in (*stage.reads, *stage.optional_reads):
             if column in self._writer and self._writer[column] != at:

@@ -53,6 +53,19 @@ RECIPES: Registry[Recipe] = Registry("algorithm")
 _ROOM = "podium.recipes"
 
 
+def register_recipe(
+    settings: type[RecipeSettings],
+    data: DataKind,
+    stages: Callable[[Any], list[Stage]],
+    evaluation: Callable[[Any], list[Stage]],
+    *,
+    about: str = "",
+) -> Recipe:
+    """Files a recipe under the name that its settings have as the default of `algorithm`."""
+    name = settings.model_fields["algorithm"].default
+    return RECIPES.register(name)(Recipe(name, settings, data, stages, evaluation, about))
+
+
 def known_recipes() -> list[str]:
     """Names of all recipes: Podium's modules, and those that a user registered."""
     room = importlib.import_module(_ROOM)
@@ -64,7 +77,7 @@ def find_recipe(name: str) -> Recipe:
     """The recipe called `name`. Raises ConfigError with the nearest name.
 
     Podium's own recipes are modules of `podium.recipes` and are imported when asked for; a user's own is registered with
-    `RECIPES.register("name")(Recipe(...))`.
+    `register_recipe(...)`.
     """
     if name == "custom":
         raise ConfigError(

@@ -86,9 +86,11 @@ class Roles:
             return lambda: self._actor(loss, generates)
         if role == "reference":
             return self._reference
-        if role == "critic":
-            return lambda: self._critic(loss)
-        if role.startswith("reward"):
+        if role == "teacher":
+            return self._teacher
+        if role in ("critic", "cost_critic"):
+            return lambda: self._critic(role, loss)
+        if role.split("_")[0] in ("reward", "cost"):
             return lambda: self._reward(role, loss)
         raise ConfigError(f"no worker is known for the role '{role}'", where="stages")
 
@@ -115,10 +117,31 @@ class Roles:
         model.requires_grad_(False)
         return ReferenceWorker(self._engine("reference", ActorModel(model, temperature=self._temperature()), None))
 
-    def _critic(self, loss: Loss | None) -> Any:
+    def _teacher(self) -> Any:
+        from podium.workers.reference import ReferenceWorker
+
+        path, given = self.settings.model.teacher_path, self.given.get("teacher")
+        model = self._causal_lm("teacher", path)
+        if isinstance(given or path, str):  # a model in memory brings no tokenizer to compare
+            self._check_vocabulary(load_tokenizer(given or path, needs_end_token=False), str(given or path))
+        model.requires_grad_(False)
+        return ReferenceWorker(self._engine("teacher", ActorModel(model, temperature=self._temperature()), None))
+
+    def _check_vocabulary(self, tokenizer: Any, path: str) -> None:
+        """Log-probs of the same tokens can only be compared where the tokens are the same."""
+        mine, theirs = self.tokenizer.get_vocab(), tokenizer.get_vocab()
+        if mine != theirs:
+            odd = sorted(set(mine.items()) ^ set(theirs.items()))[:3]
+            raise ConfigError(
+                f"the teacher's tokens are others than the student's ({len(theirs)} and {len(mine)}; they differ in {odd})",
+                where=f"model.teacher_path: {path}",
+                remedy="take a teacher of the same family",
+            )
+
+    def _critic(self, role: str, loss: Loss | None) -> Any:
         from podium.workers.critic import CriticWorker
 
-        given, path = self.given.get("critic"), self.settings.model.critic_path
+        given, path = self.given.get(role), self.settings.model.critic_path
         if isinstance(given, CriticModel):
             model = given
         elif given or path or self._actor_is_path():
@@ -126,12 +149,12 @@ class Roles:
         else:
             model = CriticModel.from_causal_lm(copy.deepcopy(_unwrap(self.given["actor"])))
         optimizer = getattr(self.settings, "critic", None) or self.settings.optimizer
-        return CriticWorker(self._engine("critic", model.to(self.device), loss, optimizer), **self._minibatching(loss))
+        return CriticWorker(self._engine(role, model.to(self.device), loss, optimizer), **self._minibatching(loss))
 
     def _reward(self, role: str, loss: Loss | None) -> Any:
         from podium.workers.reward import RewardWorker
 
-        given = self.given.get(role) or self.settings.model.reward_path
+        given = self.given.get(role) or (self.settings.model.reward_path if role == "reward" else None)
         tokenizer = self.tokenizer
         heads = getattr(self.settings, "heads", None) or None
         if isinstance(given, RewardModel):
@@ -152,7 +175,8 @@ class Roles:
         elif loss is not None:
             model = RewardModel.from_causal_lm(_unwrap(self.given["actor"]), heads=heads or 1)
         else:
-            raise ConfigError(f"the role '{role}' has no model", where="model.reward_path", remedy="set model.reward_path")
+            setting = f"model.{role.split('_')[0]}_path"
+            raise ConfigError(f"the role '{role}' has no model", where=setting, remedy=f"set {setting}")
         engine = self._engine(role, model.to(self.device), loss)
         return RewardWorker(engine, tokenizer=tokenizer, policy_tokenizer=self.tokenizer, **self._minibatching(loss))
 

@@ -30,7 +30,7 @@ from podium.runs.progress import Progress
 from podium.runs.trackers import check_names, check_packages, open_trackers
 from podium.stages.base import Stage, StepContext
 from podium.stages.graph import StageGraph
-from podium.stages.policy import GRPOStage, PPOStage
+from podium.stages.policy import OnPolicyStage
 from podium.trainer import state
 from podium.trainer.data import UNIT, load_data
 from podium.trainer.evaluation import EVALUATION_STEP, evaluation_stages
@@ -150,8 +150,8 @@ class Trainer:
     def check_files(self) -> None:
         """Raises where a local model, data or evaluation file that the settings name is not there. Loads nothing."""
         model, data = self.settings.model, self.settings.data
-        for path in (model.path, model.reference_path, model.critic_path, model.reward_path):
-            if path is not None:
+        for name, path in model:
+            if name.endswith("path") and path is not None:
                 check_path(path)
         for path in (data.path, data.eval_path):
             if path is not None and Path(path).suffix in FILE_SUFFIXES and not Path(path).is_file():
@@ -222,7 +222,7 @@ class Trainer:
 
         Raises GraphError where the run has no controller (and so no reference model).
         """
-        found = [s for s in self.stages if isinstance(s, PPOStage | GRPOStage) and s.controller is not None]
+        found = [s for s in self.stages if isinstance(s, OnPolicyStage) and s.controller is not None]
         if not found:
             raise GraphError("this run has no KL controller", remedy="start it with kl.coef > 0")
         for stage in found:

@@ -16,11 +16,21 @@ from tests.tiny import tiny_model, tiny_tokenizer
 PROMPTS = [{"prompt": f"What is {a} plus {b}?", "answer": str(a + b)} for a in range(4) for b in range(4)]
 ROWS = [{"prompt": row["prompt"], "completion": f" {row['answer']}"} for row in PROMPTS]
 PAIRS = [{"prompt": row["prompt"], "chosen": f" {row['answer']}", "rejected": " no"} for row in PROMPTS]
-DATA = {"grpo": PROMPTS, "ppo": PROMPTS, "sft": ROWS, "reward_model": PAIRS}
+MARKED = [
+    {"prompt": row["prompt"], "completion": f" {a}", "label": a != "no"} for row in PROMPTS for a in (row["answer"], "no")
+]
+GROUPS = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_plus_plus_baseline", "opo", "online_dpo")
+ALONE = ("ppo", "safe_rlhf", "reinforce_plus_plus", "remax", "distillation")
+ONLINE = (*GROUPS, *ALONE)
+DATA = dict.fromkeys(ONLINE, PROMPTS) | {"sft": ROWS, "kto": MARKED, **dict.fromkeys(("reward_model", "dpo", "ipo"), PAIRS)}
 
 
 def length_reward(prompts, completions, **columns):
     return [float(len(c) % 5) / 4 for c in completions]
+
+
+def words_cost(prompts, completions, **columns):
+    return [float(len(c.split())) for c in completions]
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +42,7 @@ def model_folder(tmp_path_factory):
 
 
 def trainer(algorithm, model_folder, tmp_path, *overrides, **values):
-    online = algorithm in ("grpo", "ppo")
-    group = {"grpo": 2, "reward_model": 2}.get(algorithm, 1)
+    group = 1 if algorithm in (*ALONE, "sft", "kto") else 2
     base = {
         "algorithm": algorithm,
         "model": {"path": model_folder, "dtype": "float32"},
@@ -42,8 +51,14 @@ def trainer(algorithm, model_folder, tmp_path, *overrides, **values):
         "optimizer": {"lr": 1e-3},
         "run": {"folder": str(tmp_path), "name": "run", "steps": 2, "trackers": [], "progress": False},
     }
-    if online:
+    if algorithm in ONLINE:
         base |= {"rewards": [{"function": length_reward}], "rollout": {"max_new_tokens": 6}}
+    if algorithm == "safe_rlhf":
+        base |= {"costs": [{"function": words_cost}], "lagrange": {"threshold": 1.0}}
+    if algorithm == "distillation":
+        base["model"] = {"path": model_folder, "dtype": "float32", "teacher_path": model_folder}
+    if algorithm == "dapo":
+        base |= {"overlong_buffer": 2}
     return build(load(None, overrides, base | values), data=DATA[algorithm])
 
 
@@ -165,9 +180,27 @@ def test_resuming_with_other_settings_says_which(model_folder, tmp_path):
 @pytest.mark.parametrize(
     ("algorithm", "override", "message"),
     [
-        ("grpo", "batch.group_size=1", "a group is its own baseline"),
+        ("grpo", "batch.group_size=1", "takes a group as its own baseline"),
+        ("grpo", "advantage=gae", "needs a critic's values"),
+        ("grpo", "advantage=distillation", "needs a teacher's log-probs"),
+        ("grpo", "advantage=dr_grop", "dr_grpo"),
+        ("grpo", "policy_loss=gsop", "gspo"),
+        ("grpo", "correction.kind=token_truncate", "token_truncated"),
+        ("grpo", "correction={kind: token_masked, low: 2}", "low <= 1"),
+        ("grpo", "correction={kind: token_masked, cap: 2}", "no setting|setting of correction"),
+        ("gspo", "dual_clip=3", "dual_clip"),
+        ("dapo", "batch.group_size=1", "batch.group_size=8"),
+        ("dapo", "overlong_buffer=6", "leaves no length free"),
+        ("remax", "rewards.0.normalize=batch", "cannot be compared"),
+        ("safe_rlhf", "costs=[]", "no cost is set"),
+        ("distillation", "model.teacher_path=null", "no teacher is set"),
+        ("online_dpo", "batch.group_size=1", "a pair takes two responses"),
+        ("online_dpo", "kl.coef=0.1", "beta"),
+        ("dpo", "batch.group_size=4", "a pair has two rows"),
+        ("ipo", "beta=0", "beta"),
+        ("kto", "batch.group_size=2", "KTO generates nothing"),
+        ("reward_model", "heads=[a, a]", "each name once"),
         ("grpo", "rewards=[]", "no reward is set"),
-        ("grpo", "kl.place=reward", None),
         ("grpo", "rollout.engine=vlm", "vllm"),
         ("grpo", "batch.minibatch_sequences=3", "does not divide"),
         ("ppo", "kl.place=loss", "PPO takes its KL term in the reward"),
@@ -178,9 +211,6 @@ def test_wrong_settings_fail_before_anything_is_loaded(algorithm, override, mess
     DATA.setdefault("grop", PROMPTS)
     overrides = [override] if override else []
     try:
-        if message is None:  # KL in the reward of GRPO is wrong only where there is a KL term
-            trainer(algorithm, model_folder, tmp_path, *overrides)
-            message, overrides = "adds its KL term to the loss", [*overrides, "kl.coef=0.1"]
         with pytest.raises(ConfigError, match=message):
             trainer(algorithm, model_folder, tmp_path, *overrides, model={"path": "nowhere"})
     finally:
