@@ -13,6 +13,8 @@ from torch.testing import assert_close
 
 from podium.algorithms import (
     ADVANTAGE_ESTIMATORS,
+    CORRECTIONS,
+    POLICY_LOSSES,
     KLController,
     clipped_policy_loss,
     clipped_value_loss,
@@ -160,6 +162,86 @@ def test_policy_loss(verl, mask, clip_low: float, clip_high: float, dual_clip: f
     assert_close(torch.autograd.grad(ours, log_probs), torch.autograd.grad(theirs, log_probs))
     assert_close((weights * metrics["clip_fraction"]).sum(), their_fraction)
     assert_close((weights * metrics["dual_clip_fraction"]).sum(), their_dual_fraction)
+
+
+OBJECTIVES = {
+    # our name: verl's function, its settings, ours
+    "clip": ("vanilla", {"clip_ratio_c": 3.0}, {"dual_clip": 3.0}),
+    "gspo": ("gspo", {}, {}),
+    "cispo": ("cispo", {}, {}),
+    "reinforce": ("reinforce", {}, {}),
+}
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_policy_objectives(verl, mask, name: str, weighted: bool):
+    """Loss and gradient, with and without importance weights; verl's reduction is by our token weights too."""
+    theirs_name, their_settings, our_settings = OBJECTIVES[name]
+    config_class = pytest.importorskip("verl.workers.config", exc_type=ImportError).ActorConfig
+    config = config_class(
+        strategy="fsdp",
+        rollout_n=1,
+        use_dynamic_bsz=True,
+        clip_ratio_low=0.1,
+        clip_ratio_high=0.3,
+        **their_settings,
+    )
+    log_probs = (-draw(B, T, seed=3).abs()).requires_grad_()
+    old, advantages = (log_probs + 0.3 * draw(B, T, seed=4)).detach(), draw(B, T, seed=5)
+    weights = draw(B, T, seed=17).abs() if weighted else None
+    theirs, their_metrics = getattr(verl, f"compute_policy_loss_{theirs_name}")(
+        old, log_probs, advantages, mask.float(), "token-mean", config, weights
+    )
+    clips = {} if name == "reinforce" else {"clip_low": 0.1, "clip_high": 0.3}
+    loss, metrics = POLICY_LOSSES[name](log_probs, old, advantages, mask, **clips, **our_settings)
+    share = token_weights(mask, "token_mean")
+    ours = (share * loss * (1.0 if weights is None else weights)).sum()
+    assert_close(ours, theirs)
+    assert_close(torch.autograd.grad(ours, log_probs), torch.autograd.grad(theirs, log_probs))
+    if clips:
+        assert float((share * metrics["clip_fraction"]).sum()) == pytest.approx(their_metrics["actor/pg_clipfrac"])
+
+
+@pytest.fixture(scope="module")
+def corrections():
+    return pytest.importorskip(
+        "verl.trainer.ppo.rollout_corr_helper", reason="verl==0.9.1 is not installed", exc_type=ImportError
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "theirs"),
+    [
+        ("token_truncated", {"cap": 1.5}, {"rollout_is": "token", "rollout_is_threshold": 1.5}),
+        ("sequence_truncated", {"cap": 1.5}, {"rollout_is": "sequence", "rollout_is_threshold": 1.5}),
+        ("token_masked", {"low": 0.5, "high": 2.0}, {"rollout_is": "token", "rollout_is_threshold": "0.5_2.0"}),
+    ],
+)
+def test_importance_weights(corrections, mask, name: str, settings: dict, theirs: dict):
+    old, rollout = -draw(B, T, seed=18).abs(), -draw(B, T, seed=19).abs()
+    weights, _, metrics = corrections.compute_rollout_correction_and_rejection_mask(old, rollout, mask.float(), **theirs)
+    ours = CORRECTIONS[name](old, rollout, mask, **settings)
+    assert_close(ours.importance_weights, weights.batch["rollout_is_weights"] * mask)
+    means = {key: float(total) / float(count) for key, (total, count) in ours.metrics.items()}
+    assert means["effective_sample_size"] == pytest.approx(metrics["rollout_corr/rollout_is_eff_sample_size"], rel=1e-5)
+    assert means["rollout_kl"] == pytest.approx(metrics["rollout_corr/kl"], rel=1e-5)
+    assert means["rollout_kl_k3"] == pytest.approx(metrics["rollout_corr/k3_kl"], rel=1e-5)
+    if name == "token_masked":  # verl keeps the token in the denominators, with the weight 0; here it leaves the mask
+        assert torch.equal(ours.corrected_mask, mask & (weights.batch["rollout_is_weights"] > 0))
+
+
+def test_rejected_sequences(corrections, mask):
+    """verl's band is on the inverse ratio: rollout over training."""
+    old, rollout = -draw(B, T, seed=18).abs(), -draw(B, T, seed=19).abs()
+    kept, metrics = corrections.compute_rollout_rejection_mask(
+        old - rollout, mask.float(), rollout_rs="seq_mean_k1", rollout_rs_threshold=f"{1 / 1.25}_{1 / 0.9}"
+    )
+    ours = CORRECTIONS["sequence_rejected"](old, rollout, mask, low=0.9, high=1.25)
+    assert 0 < int(ours.corrected_mask.sum()) < int(mask.sum())
+    assert torch.equal(ours.corrected_mask, kept.bool())
+    rejected = float(ours.metrics["rejected"][0])
+    assert rejected == pytest.approx(metrics["rollout_rs_seq_masked_fraction"] * B)  # they divide by empty rows too
 
 
 @pytest.mark.parametrize(
