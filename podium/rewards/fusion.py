@@ -22,6 +22,7 @@ _log = logging.getLogger(__name__)
 def check_columns(rewards: Iterable[Reward], columns: Iterable[str]) -> None:
     """Before anything is loaded: does the data set have the columns (without `data.`) that the rewards need?
 
+    A reward that can check more (`check()`: is a scorer's address answered?) does so.
     Raises ConfigError naming the reward, the column, and those that are there.
     """
     present = sorted(columns)
@@ -33,6 +34,8 @@ def check_columns(rewards: Iterable[Reward], columns: Iterable[str]) -> None:
                 where=f"reward '{reward.name}'",
                 remedy="add the column to the data, or choose another reward",
             )
+        if hasattr(reward, "check"):
+            reward.check()
 
 
 def fuse(

@@ -1,4 +1,5 @@
-"""Finds a reward by what a user writes: a function, `module:function`, `file.py:function`, a built-in's name."""
+"""Finds a reward by what a user writes: a function, `module:function`, `file.py:function`, a built-in's name, an address,
+a file of rules."""
 
 from __future__ import annotations
 
@@ -15,6 +16,8 @@ from podium.core.settings import RewardSettings
 from podium.rewards.adapters import adapt
 from podium.rewards.base import Reward
 from podium.rewards.functions import BUILT_IN
+from podium.rewards.remote import HttpReward
+from podium.rewards.rules import RuleReward
 
 Spec = RewardSettings | Callable[..., Any] | str | Reward
 
@@ -39,11 +42,23 @@ def load_reward(spec: Spec, weight: float | None = None) -> Reward:
 
 
 def _from_settings(settings: RewardSettings, weight: float | None) -> Reward:
+    if isinstance(settings.function, str) and settings.function.startswith(("http://", "https://")):
+        return _remote(settings, weight)
     function, options = _find(settings.function, settings.options)
     own = settings.function if settings.function in BUILT_IN else _name_of(function)
     name = settings.name or str(own)
     factor = settings.weight if weight is None else weight
     reward = adapt(function, name, weight=factor, on_error=settings.on_error, options=options)
+    reward.shaping = settings
+    return reward
+
+
+def _remote(settings: RewardSettings, weight: float | None) -> Reward:
+    assert isinstance(settings.function, str)
+    url, factor = settings.function, settings.weight if weight is None else weight
+    known = [p for p in inspect.signature(HttpReward).parameters if p not in ("url", "name", "weight", "on_error")]
+    _check_options(settings.options, known, url)
+    reward = HttpReward(url, name=settings.name, weight=factor, on_error=settings.on_error, **settings.options)
     reward.shaping = settings
     return reward
 
@@ -73,6 +88,9 @@ def _find(path: str | Callable[..., Any], options: dict[str, Any]) -> tuple[Call
         return path, options
     if path in BUILT_IN:
         return _made(path, options), {}
+    if path.endswith((".yaml", ".yml")):
+        _check_options(options, ("deadline",), path)
+        return RuleReward(path, **options), {}
     source, colon, name = path.rpartition(":")
     if not colon or not source or not name:
         raise ConfigError(
@@ -92,11 +110,14 @@ def _find(path: str | Callable[..., Any], options: dict[str, Any]) -> tuple[Call
 
 def _made(name: str, options: dict[str, Any]) -> Callable[..., Any]:
     factory = BUILT_IN.get(name)
-    known = list(inspect.signature(factory).parameters)
+    _check_options(options, list(inspect.signature(factory).parameters), name)
+    return factory(**options)
+
+
+def _check_options(options: Iterable[str], known: Iterable[str], name: str) -> None:
     for option in options:
         if option not in known:
             raise ConfigError(f"unknown option '{option}'", where=f"reward '{name}'", remedy=did_you_mean(option, known))
-    return factory(**options)
 
 
 def _load_file(path: Path) -> Any:
