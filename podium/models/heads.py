@@ -21,6 +21,7 @@ from transformers import AutoModel, AutoModelForSequenceClassification, PreTrain
 
 from podium.algorithms.log_probs import log_probs_from_hidden
 from podium.core.errors import ModelError, did_you_mean
+from podium.models.adapters import ADAPTER_FOLDER, adapter_layers, merged, plain_of, save_adapter
 from podium.models.lm_head import (
     base_of,
     hidden_states,
@@ -73,7 +74,7 @@ class ActorModel(nn.Module):
 
     def __init__(self, model: PreTrainedModel, *, temperature: float = 1.0) -> None:
         super().__init__()
-        self.model = without_dropout(model)
+        self.model = model = without_dropout(plain_of(model))
         self.temperature = temperature
         store_by_columns(model)
         self.packs = packs(model, verify_head)
@@ -114,8 +115,14 @@ class ActorModel(nn.Module):
         return self.model.device
 
     def save_pretrained(self, folder: PathLike, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
-        """Writes a causal LM folder."""
-        save_pretrained(folder, self.model, tokenizer)
+        """Writes a causal LM folder; with LoRA, the merged model, and the adapter alone (peft's form) in `adapter/`."""
+        with replaced_folder(folder) as fresh:
+            with merged(self.model):
+                self.model.save_pretrained(fresh)
+            if adapter_layers(self.model):
+                save_adapter(self.model, fresh / ADAPTER_FOLDER)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(fresh)
 
 
 class CriticModel(nn.Module):
@@ -162,9 +169,10 @@ class CriticModel(nn.Module):
         return self.base.device
 
     def save_pretrained(self, folder: PathLike, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
-        """Writes the base as an `AutoModel` folder, with the value head in a file beside it."""
+        """Writes the base (an adapter merged into it) as an `AutoModel` folder, with the value head in a file beside it."""
         with replaced_folder(folder) as fresh:
-            self.base.save_pretrained(fresh)
+            with merged(self.base):
+                self.base.save_pretrained(fresh)
             save_file({name: t.contiguous() for name, t in self.head.state_dict().items()}, fresh / VALUE_HEAD_FILE)
             if tokenizer is not None:
                 tokenizer.save_pretrained(fresh)
@@ -279,7 +287,8 @@ class RewardModel(nn.Module):
         """
         if tokenizer is not None and self.model.config.pad_token_id is None:
             self.model.config.pad_token_id = tokenizer.pad_token_id
-        save_pretrained(folder, self.model, tokenizer)
+        with merged(self.model):
+            save_pretrained(folder, self.model, tokenizer)
 
 
 @dataclass(frozen=True)

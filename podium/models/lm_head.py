@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging as library_logging
 
 from podium.core.errors import ModelError
+from podium.models.adapters import check_adapters, plain_of
 from podium.models.attention import IMPLEMENTATION
 from podium.models.packed import Packed
 from podium.models.packed_attention import PackedAttention
@@ -60,6 +61,7 @@ def base_of(model: PreTrainedModel) -> PreTrainedModel:
 
     Raises ModelError where the model has none of its own.
     """
+    model = plain_of(model)
     base = model.base_model
     if base is model:
         raise ModelError(
@@ -74,6 +76,8 @@ def lm_head_of(model: PreTrainedModel) -> LMHead:
 
     Raises ModelError where the model has no output embeddings.
     """
+    model = plain_of(model)
+    check_adapters(model)
     head = model.get_output_embeddings()
     if head is None or not isinstance(getattr(head, "weight", None), Tensor):
         raise ModelError(
@@ -282,6 +286,7 @@ def use_attention(model: PreTrainedModel, implementation: str) -> None:
 
 
 def _attention_of(model: PreTrainedModel) -> list[tuple[Any, str]]:
+    model = plain_of(model)
     return [(m, m.config._attn_implementation) for m in {id(m): m for m in (model, model.base_model)}.values()]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import uuid
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -21,7 +22,9 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from podium.core.errors import ModelError
+from podium.core.errors import ModelError, PodiumError
+from podium.models.quantization import quantized_loading
+from podium.models.rope import scale_rope
 
 T = TypeVar("T")
 PathLike = str | Path
@@ -124,6 +127,8 @@ def load_causal_lm(
     dtype: str | torch.dtype = "auto",
     device: str | torch.device = "cpu",
     trust_remote_code: bool = False,
+    quantization: str = "none",
+    rope_scaling: Mapping[str, Any] | None = None,
 ) -> PreTrainedModel:
     """A `transformers` causal LM from a folder, a hub name or a GGUF file, without dropout.
 
@@ -131,11 +136,22 @@ def load_causal_lm(
         dtype: `auto`, `float32` or `bfloat16` (see `resolve_dtype`).
         device: where the parameters go.
         trust_remote_code: run python code that ships with the model.
+        quantization: "none"; "4bit" or "8bit" keep the weights of the linear layers so, frozen (see `models.quantization`).
+        rope_scaling: a longer context by another rotary embedding (see `models.rope`); None: the model's own.
 
     Raises:
-        ModelError: nothing is there, it cannot be read, or weights are missing in it.
+        ModelError: nothing is there, it cannot be read, or weights are missing in it; it has no rotary embedding to scale.
+        ConfigError: `quantization` without bitsandbytes.
     """
-    return load_pretrained(AutoModelForCausalLM, path, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+    return load_pretrained(
+        AutoModelForCausalLM,
+        path,
+        dtype=dtype,
+        device=device,
+        trust_remote_code=trust_remote_code,
+        quantization=quantization,
+        rope_scaling=rope_scaling,
+    )
 
 
 def load_sequence_classifier(
@@ -145,12 +161,14 @@ def load_sequence_classifier(
     device: str | torch.device = "cpu",
     trust_remote_code: bool = False,
     new_head: int = 0,
+    **options: Any,
 ) -> PreTrainedModel:
     """A `transformers` sequence classifier (reward model) from a folder or a hub name, without dropout.
 
     Args:
         new_head: 0 loads the saved head; otherwise the weights may be a causal LM's, and a new head with so many outputs
             is put on them.
+        options: `quantization`, `rope_scaling`, as for `load_causal_lm`.
 
     Raises:
         ModelError: as `load_causal_lm`; or the folder has no classification head and no new one was asked for.
@@ -162,7 +180,9 @@ def load_sequence_classifier(
         device=device,
         trust_remote_code=trust_remote_code,
         may_miss=("score.weight", "score.bias") if new_head else (),
-        **({"num_labels": new_head, "ignore_mismatched_sizes": True} if new_head else {}),
+        new_config={"num_labels": new_head} if new_head else {},
+        ignore_mismatched_sizes=bool(new_head),
+        **options,
     )
 
 
@@ -174,27 +194,33 @@ def load_pretrained(
     device: str | torch.device = "cpu",
     trust_remote_code: bool = False,
     may_miss: Collection[str] = (),
+    quantization: str = "none",
+    rope_scaling: Mapping[str, Any] | None = None,
+    new_config: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> PreTrainedModel:
     """Any `transformers` auto class, without dropout; every failure is a ModelError that names the path.
 
     Args:
         may_miss: weights that may be missing in the folder (they get new values); any other is an error.
+        quantization, rope_scaling: as for `load_causal_lm`.
+        new_config: fields of the config that are other than in the folder.
         options: passed to `from_pretrained`.
     """
     source, gguf = _source(path)
-    model, info = _guarded(
-        lambda: auto_class.from_pretrained(
-            source,
-            dtype=resolve_dtype(dtype, device),
-            trust_remote_code=trust_remote_code,
-            output_loading_info=True,
-            **gguf,
-            **options,
-        ),
-        path,
-        auto_class.__name__,
-    )
+    dtype = resolve_dtype(dtype, device)
+    options |= quantized_loading(quantization, dtype, device)
+
+    def load() -> tuple[PreTrainedModel, dict[str, Any]]:
+        config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code, **gguf, **(new_config or {}))
+        if rope_scaling is not None:
+            scale_rope(config, rope_scaling)
+        options["config"] = config
+        return auto_class.from_pretrained(
+            source, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True, **gguf, **options
+        )
+
+    model, info = _guarded(load, path, auto_class.__name__)
     missing = sorted(set(info["missing_keys"]) - set(may_miss))
     if missing:  # transformers fills them with random values and only warns
         shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
@@ -203,7 +229,8 @@ def load_pretrained(
             where="model.path",
             remedy=f"it was not saved from an {auto_class.__name__}, or is incomplete: load another folder",
         )
-    return without_dropout(_without_quantization(model) if gguf else model).to(device)
+    model = without_dropout(_without_quantization(model) if gguf else model)
+    return model if quantization != "none" else model.to(device)  # a quantised one was put there as it was read
 
 
 def without_dropout(model: PreTrainedModel) -> PreTrainedModel:
@@ -228,6 +255,8 @@ def _source(path: PathLike) -> tuple[str, dict[str, str]]:
         if not (local / "config.json").is_file():
             found = sorted(p.name for p in local.glob("*.gguf"))
             remedy = f"name the file itself: {local / found[0]}" if found else "a Hugging Face model folder has config.json"
+            if (local / "adapter_config.json").is_file():
+                remedy = "it holds an adapter alone: give the folder of the merged model that was exported with it"
             raise ModelError(f"the folder '{text}' holds no model (no config.json)", where="model.path", remedy=remedy)
         return str(local), {}
     if local.exists() or local.is_absolute() or text.startswith((".", "~")) or text.count("/") > 1:
@@ -243,6 +272,8 @@ def _guarded(load: Callable[[], T], path: PathLike, what: str) -> T:
     """Runs a loader; what goes wrong in it becomes one ModelError that names the path."""
     try:
         return load()
+    except PodiumError:
+        raise
     except ImportError as error:
         raise ModelError(
             f"'{path}' needs a package that is not installed: {_first_line(error)}",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -32,6 +34,15 @@ def storage_fingerprint(module: nn.Module) -> dict[str, Place]:
 def moved_parameters(before: dict[str, Place], now: dict[str, Place]) -> list[str]:
     """Names whose place differs between two fingerprints, in the order of `before`, then new ones."""
     return [name for name in {**before, **now} if before.get(name) != now.get(name)]
+
+
+def digest(tensors: Mapping[str, Tensor]) -> str:
+    """What tells these tensors from others: names, shapes, dtypes and every byte."""
+    made = hashlib.blake2b(digest_size=16)
+    for name, tensor in sorted(tensors.items()):
+        made.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        made.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return made.hexdigest()
 
 
 @torch.no_grad()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,10 +13,11 @@ from podium.core.settings import OptimizerSettings, RecipeSettings, RolloutSetti
 from podium.engines.base import SamplingParams
 from podium.engines.rollout import create_rollout_engine
 from podium.engines.train import TRAIN_ENGINES
-from podium.models.heads import ActorModel, CriticModel, RewardModel, load_reward_model
-from podium.models.loading import load_causal_lm, load_tokenizer
+from podium.models.loading import load_tokenizer
+from podium.models.own import BaseParallelModel
 from podium.stages.graph import StageGraph
 from podium.stages.update import UpdateStage
+from podium.trainer.role_models import RoleModels, as_policy
 
 
 def sampling_of(rollout: RolloutSettings) -> SamplingParams:
@@ -69,7 +69,8 @@ class Roles:
     def __init__(
         self, settings: RecipeSettings, given: dict[str, Any], tokenizer: Any, executor: Executor, device: str
     ) -> None:
-        self.settings, self.given, self.executor, self.device = settings, given, executor, device
+        self.settings, self.given, self.executor = settings, given, executor
+        self.models = RoleModels(settings, given, device)
         self.tokenizer = tokenizer if tokenizer is not None else self._load_tokenizer()
 
     def build(self, needs: RoleNeeds, *, generates: bool) -> dict[str, RoleHandle]:
@@ -97,35 +98,38 @@ class Roles:
     def _actor(self, loss: Loss | None, generates: bool) -> Any:
         from podium.workers.actor import ActorWorker
 
-        model = self._causal_lm("actor", self.settings.model.path)
-        rollout = None
-        rollout_settings = self._rollout()
-        if generates:
-            options = {"max_concurrent": rollout_settings.max_concurrent, **rollout_settings.backend_options}
-            rollout = create_rollout_engine(rollout_settings.engine, model, self.tokenizer, **options)
-        engine = self._engine("actor", ActorModel(model, temperature=self._temperature()), loss)
-        return ActorWorker(engine, rollout, sampling_of(rollout_settings), self.tokenizer, **self._minibatching(loss))
+        model = self.models.actor(trains=self._actor_trains)
+        settings = self._rollout()
+        rollout = self._rollout_engine(model, settings) if generates else None
+        engine = self._engine("actor", as_policy(model, self._temperature()), loss)
+        return ActorWorker(engine, rollout, sampling_of(settings), self.tokenizer, **self._minibatching(loss))
+
+    def _rollout_engine(self, model: Any, settings: RolloutSettings) -> Any:
+        options = {"max_concurrent": settings.max_concurrent, **settings.backend_options}
+        name, own = settings.engine, isinstance(model, BaseParallelModel)
+        if own and name == "native":  # the default, which a class of the user's own cannot have
+            name = "own"
+        if own != (name == "own"):
+            raise ConfigError(
+                f"the rollout engine '{name}' cannot run {type(model).__name__}",
+                where="rollout.engine",
+                remedy="use own" if own else "use native or hf; own is for subclasses of BaseParallelModel",
+            )
+        return create_rollout_engine(name, model, self.tokenizer, **options)
 
     def _reference(self) -> Any:
         from podium.workers.reference import ReferenceWorker
 
-        path = self.settings.model.reference_path
-        if path is None and not self._actor_is_path():
-            model = copy.deepcopy(_unwrap(self.given["actor"]))
-        else:
-            model = self._causal_lm("reference", path or self._actor_path())
-        model.requires_grad_(False)
-        return ReferenceWorker(self._engine("reference", ActorModel(model, temperature=self._temperature()), None))
+        model = self.models.reference(temperature=self._temperature(), actor_trains=self._actor_trains)
+        return ReferenceWorker(self._engine("reference", model, None))
 
     def _teacher(self) -> Any:
         from podium.workers.reference import ReferenceWorker
 
-        path, given = self.settings.model.teacher_path, self.given.get("teacher")
-        model = self._causal_lm("teacher", path)
-        if isinstance(given or path, str):  # a model in memory brings no tokenizer to compare
-            self._check_vocabulary(load_tokenizer(given or path, needs_end_token=False), str(given or path))
-        model.requires_grad_(False)
-        return ReferenceWorker(self._engine("teacher", ActorModel(model, temperature=self._temperature()), None))
+        path = self.given.get("teacher") or self.settings.model.teacher_path
+        if isinstance(path, str):  # a model in memory brings no tokenizer to compare
+            self._check_vocabulary(load_tokenizer(path, needs_end_token=False), path)
+        return ReferenceWorker(self._engine("teacher", self.models.teacher(temperature=self._temperature()), None))
 
     def _check_vocabulary(self, tokenizer: Any, path: str) -> None:
         """Log-probs of the same tokens can only be compared where the tokens are the same."""
@@ -141,43 +145,16 @@ class Roles:
     def _critic(self, role: str, loss: Loss | None) -> Any:
         from podium.workers.critic import CriticWorker
 
-        given, path = self.given.get(role), self.settings.model.critic_path
-        if isinstance(given, CriticModel):
-            model = given
-        elif given or path or self._actor_is_path():
-            model = CriticModel.from_pretrained(given or path or self._actor_path(), **self._loading())
-        else:
-            model = CriticModel.from_causal_lm(copy.deepcopy(_unwrap(self.given["actor"])))
+        model = self.models.critic(role, trains=loss is not None, actor_trains=self._actor_trains)
         optimizer = getattr(self.settings, "critic", None) or self.settings.optimizer
-        return CriticWorker(self._engine(role, model.to(self.device), loss, optimizer), **self._minibatching(loss))
+        return CriticWorker(self._engine(role, model, loss, optimizer), **self._minibatching(loss))
 
     def _reward(self, role: str, loss: Loss | None) -> Any:
         from podium.workers.reward import RewardWorker
 
-        given = self.given.get(role) or (self.settings.model.reward_path if role == "reward" else None)
-        tokenizer = self.tokenizer
-        heads = getattr(self.settings, "heads", None) or None
-        if isinstance(given, RewardModel):
-            model, tokenizer = given, given.tokenizer or tokenizer
-            if loss is not None and heads and heads != given.head_names:
-                raise ConfigError(
-                    f"the model's heads are {given.head_names}, the settings name {heads}",
-                    where="heads",
-                    remedy="give the model these heads: RewardModel.from_causal_lm(model, heads=[...])",
-                )
-        elif given is not None and loss is not None:
-            model = RewardModel.from_pretrained(given, heads=heads, **self._loading())
-        elif given is not None:
-            model = load_reward_model(given, **self._loading())
-            tokenizer = model.tokenizer
-        elif loss is not None and self._actor_is_path():
-            model = RewardModel.from_pretrained(self._actor_path(), heads=heads or 1, **self._loading())
-        elif loss is not None:
-            model = RewardModel.from_causal_lm(_unwrap(self.given["actor"]), heads=heads or 1)
-        else:
-            setting = f"model.{role.split('_')[0]}_path"
-            raise ConfigError(f"the role '{role}' has no model", where=setting, remedy=f"set {setting}")
-        engine = self._engine(role, model.to(self.device), loss)
+        model = self.models.reward(role, trains=loss is not None)
+        engine = self._engine(role, model, loss)
+        tokenizer = model.tokenizer or self.tokenizer
         return RewardWorker(engine, tokenizer=tokenizer, policy_tokenizer=self.tokenizer, **self._minibatching(loss))
 
     # ------------------------------------------------------------------ pieces
@@ -190,32 +167,15 @@ class Roles:
             total_updates=self.needs.updates.get(role),
         )
 
-    def _causal_lm(self, role: str, path: str | None) -> Any:
-        given = self.given.get(role)
-        if given is not None and not isinstance(given, str):
-            return _unwrap(given).to(self.device)
-        path = given or path
-        if not path:
-            raise ConfigError("'model.path' must be set", where=role, remedy="give a model folder, hub name or GGUF file")
-        return load_causal_lm(path, **self._loading())
-
-    def _loading(self) -> dict[str, Any]:
-        model = self.settings.model
-        return {"dtype": model.dtype, "device": self.device, "trust_remote_code": model.trust_remote_code}
-
-    def _actor_is_path(self) -> bool:
-        return isinstance(self.given.get("actor") or self.settings.model.path, str)
-
-    def _actor_path(self) -> str:
-        given = self.given.get("actor")
-        path = given if isinstance(given, str) else self.settings.model.path
-        if not path:
-            raise ConfigError("'model.path' must be set", where="model.path", remedy="give a model folder or hub name")
-        return path
+    @property
+    def _actor_trains(self) -> bool:
+        return "actor" in self.needs.losses
 
     def _load_tokenizer(self) -> Any:
         model = self.settings.model
-        return load_tokenizer(self._actor_path(), chat_template=model.chat_template, trust_remote_code=model.trust_remote_code)
+        return load_tokenizer(
+            self.models.actor_path(), chat_template=model.chat_template, trust_remote_code=model.trust_remote_code
+        )
 
     def _temperature(self) -> float:
         """The temperature of the log-probs: that of the samples; 1 for given text, and for greedy samples."""
@@ -228,7 +188,3 @@ class Roles:
         batch = self.settings.batch
         sizes = {"minibatch_sequences": batch.minibatch_sequences, "epochs": batch.epochs}
         return {"loss": loss, "seed": self.settings.run.seed, **sizes}
-
-
-def _unwrap(model: Any) -> Any:
-    return model.model if isinstance(model, ActorModel) else model

@@ -33,6 +33,13 @@ def _hf() -> EngineClass:
     return HFEngine
 
 
+@ROLLOUT_ENGINES.register("own")
+def _own() -> EngineClass:
+    from podium.engines.rollout.own import OwnEngine
+
+    return OwnEngine
+
+
 def _planned(name: str) -> Callable[[], EngineClass]:
     def refuse() -> EngineClass:
         raise ResourceError(

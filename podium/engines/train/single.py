@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +19,7 @@ from podium.engines.train.microbatch import plan
 from podium.engines.train.optim import MasterAdamW
 from podium.engines.train.running import RunningSums
 from podium.models.packed import Packed, Prompts, distinct_prompts, pack
+from podium.models.storage import digest
 
 
 class PackedModel(Protocol):
@@ -72,7 +74,7 @@ class SingleDeviceEngine:
         parts: list[dict[str, Tensor]] = []
         order = plan(tokens, self.microbatch_tokens, prompts=self._shared_prompts(batch))
         for rows in order:
-            parts.append(self.model.compute(_packed(batch, rows), outputs))
+            parts.append(self._run(batch.select("prompt_ids", "response_ids").index(rows), outputs))
         if not parts:
             return Batch()
         back = torch.argsort(torch.cat(order))
@@ -134,6 +136,18 @@ class SingleDeviceEngine:
         self.policy_version = self._optimizer.updates
         return metrics
 
+    def _run(self, part: Batch, outputs: Sequence[str]) -> dict[str, Tensor]:
+        """The model over one micro-batch: from a packed row, or (a class of the user's own) from the rows as they are."""
+        by_rows = getattr(self.model, "compute_batch", None)
+        return by_rows(part, outputs) if by_rows is not None else self.model.compute(_packed(part), outputs)
+
+    def _loss_of(
+        self, loss: Loss, columns: dict[str, Tensor], outputs: Callable[[], dict[str, Tensor]]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss of each entry and its metrics; a class of the user's own may compute them its own way."""
+        own = getattr(self.model, "compute_loss", None)
+        return own(loss, columns, outputs) if own is not None else loss.function(outputs(), columns)
+
     def _shared_prompts(self, batch: Batch) -> Prompts | None:
         """Which rows share a prompt; None for a model of padded rows, where a shared prompt runs once for each."""
         return distinct_prompts(batch["prompt_ids"]) if getattr(self.model, "packs", True) else None
@@ -149,13 +163,16 @@ class SingleDeviceEngine:
 
     def _backward(self, part: Batch, loss: Loss, weights_name: str, sums: RunningSums) -> None:
         """Adds one micro-batch's gradient, and its share of the metrics to `sums`."""
-        flat = self.model.compute(_packed(part), loss.outputs)
-        device = next(iter(flat.values())).device
+        device = next(self.model.parameters()).device
         columns = {name: part.padded(name).to(device) for name in (*loss.columns, loss.mask, weights_name)}
         mask = columns[loss.mask].bool()
-        lengths = part.lengths("response")
-        outputs = {n: v if n in SEQUENCE_OUTPUTS else pad_rows(v, lengths) for n, v in flat.items()}
-        per_entry, metrics = loss.function(outputs, columns)
+
+        def outputs() -> dict[str, Tensor]:
+            lengths = part.lengths("response")
+            flat = self._run(part, loss.outputs)
+            return {n: v if n in SEQUENCE_OUTPUTS else pad_rows(v, lengths) for n, v in flat.items()}
+
+        per_entry, metrics = self._loss_of(loss, columns, outputs)
         if per_entry.shape != mask.shape:
             raise ConfigError(
                 f"the loss '{loss.name}' returned the shape {list(per_entry.shape)}, its mask has {list(mask.shape)}",
@@ -171,9 +188,13 @@ class SingleDeviceEngine:
     # ------------------------------------------------------------------ state
 
     def state_dict(self) -> dict[str, Any]:
-        """Weights, masters, moments, schedule position, version. The tensors are the live ones: save or copy them."""
+        """Weights, masters, moments, schedule position, version. The tensors are the live ones: save or copy them.
+
+        Of a model that trains in part (LoRA) the weights are those that train; for the others stands their digest.
+        """
         return {
-            "model": _own_tensors(self.model),
+            "model": self._own_tensors(),
+            "frozen": self._frozen_digest,
             "optimizer": self._optimizer.state_dict() if self._optimizer else None,
             "policy_version": self.policy_version,
         }
@@ -182,20 +203,46 @@ class SingleDeviceEngine:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes what `state_dict` gave; the next update is bit for bit what it would have been.
 
-        Raises CheckpointError where the state is another model's.
+        Raises CheckpointError where the state is another model's, or belongs to other frozen weights.
         """
-        mine, theirs = _own_tensors(self.model), state["model"]
+        mine, theirs = self._own_tensors(), state["model"]
         odd = sorted(set(mine) ^ set(theirs)) or sorted(n for n in mine if mine[n].shape != theirs[n].shape)
         if odd:
             raise CheckpointError(
                 f"the checkpoint's weights do not fit this model: {', '.join(odd[:3])}",
                 remedy="resume with the model that the checkpoint was written for",
             )
+        if state.get("frozen") != self._frozen_digest:
+            raise CheckpointError(
+                "the weights that do not train (the base under the adapter) are not those of the run that is resumed",
+                remedy="resume with the base model that the checkpoint was written for",
+            )
         for name, tensor in mine.items():
             tensor.copy_(theirs[name])
         self.policy_version = state["policy_version"]
         if self._optimizer and state["optimizer"]:
             self._optimizer.load_state_dict(state["optimizer"])
+
+    def _own_tensors(self) -> dict[str, Tensor]:
+        """What a checkpoint holds of the model."""
+        tensors = _tensors(self.model)
+        trained = self._trained
+        return tensors if trained is None else {name: tensor for name, tensor in tensors.items() if name in trained}
+
+    @property
+    def _trained(self) -> set[str] | None:
+        """The names of the parameters that train, where others are frozen; None where there is nothing to tell apart."""
+        if self._optimizer is None or all(p.requires_grad for p in self.model.parameters()):
+            return None
+        return {name for name, p in self.model.named_parameters() if p.requires_grad}
+
+    @cached_property
+    def _frozen_digest(self) -> str | None:
+        """Read once: what is frozen never changes."""
+        trained = self._trained
+        if trained is None:
+            return None
+        return digest({name: tensor for name, tensor in _tensors(self.model).items() if name not in trained})
 
     def save_pretrained(self, folder: str, tokenizer: Any = None) -> None:
         """Writes the model as a Hugging Face folder."""
@@ -222,12 +269,11 @@ def _tokens(batch: Batch) -> Tensor:
     return prompts + batch.lengths("response")
 
 
-def _packed(batch: Batch, rows: Tensor | None = None) -> Packed:
-    ids = batch.select("prompt_ids", "response_ids")
-    return pack(ids if rows is None else ids.index(rows))
+def _packed(batch: Batch) -> Packed:
+    return pack(batch.select("prompt_ids", "response_ids"))
 
 
-def _own_tensors(model: nn.Module) -> dict[str, Tensor]:
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
     """Parameters (tied ones once) and persistent buffers, by name."""
     parameters = dict(model.named_parameters())
     every = {name for name, _ in model.named_parameters(remove_duplicate=False)}

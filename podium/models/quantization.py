@@ -1,0 +1,44 @@
+"""Frozen bases in 4 or 8 bits (QLoRA: Dettmers et al. 2023, arXiv:2305.14314), by bitsandbytes."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import torch
+
+from podium.core.errors import ConfigError, did_you_mean
+
+KINDS = ("none", "4bit", "8bit")
+
+
+def quantized_loading(kind: str, dtype: torch.dtype, device: str | torch.device) -> dict[str, Any]:
+    """What `from_pretrained` takes to keep the weights of linear layers (the LM head excepted) in so many bits.
+
+    `4bit`: NF4 with doubly quantised scales, products in `dtype`. `8bit`: LLM.int8 with the scale of each row of the input
+    and no outlier columns: which columns those are depends on the other tokens of the batch, and a token's numbers would too.
+
+    Raises ConfigError for an unknown kind, or without bitsandbytes.
+    """
+    if kind not in KINDS:
+        raise ConfigError(f"unknown quantization '{kind}'", where="model.quantization", remedy=did_you_mean(kind, KINDS))
+    if kind == "none":
+        return {}
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise ConfigError(
+            f"quantization={kind} needs the package bitsandbytes",
+            where="model.quantization",
+            remedy="pip install 'podium[lora]'",
+        )
+    from transformers import BitsAndBytesConfig
+
+    if kind == "4bit":
+        how = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=dtype,
+        )
+    else:
+        how = BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
+    return {"quantization_config": how, "device_map": {"": str(device)}}
