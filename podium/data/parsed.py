@@ -38,7 +38,13 @@ class DataReport:
     notes: tuple[str, ...] = ()
     """What else was understood or done."""
 
+    @property
+    def cut(self) -> int:
+        """Rows whose prompt was longer than the limit: dropped, or cut."""
+        return self.dropped + self.truncated
+
     def lines(self) -> list[str]:
+        """One fact each."""
         out = [f"{self.source}: {self.format.description}"]
         count = f"{self.used} of {self.rows} rows used; longest prompt {self.longest_prompt} tokens"
         out.append(count)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
 from typing import Any
 
 from podium.core.batch import Batch
@@ -98,9 +99,25 @@ def prepare_unpaired(rows: AnyRows, tokenizer: Any, settings: DataSettings) -> t
         batch = Batch(_prompt_columns(data, limited) | _response_columns(responses))
         if any(type(example.label) is int for example in data.examples):
             notes.append("labels are numbers: 1 is read as true, 0 as false")
-    notes.append(f"{sum(labels)} answers labelled true, {len(labels) - sum(labels)} false")
+    notes.append(f"labels: {sum(labels)} true, {len(labels) - sum(labels)} false")
     batch = batch.with_columns({"label": labels, "row_mask": [True] * len(labels)})
     return batch, data.report(limited, settings, equal, (*notes, *_template_notes(data, tokenizer)))
+
+
+PREPARE: dict[str, Callable[..., tuple[Batch, DataReport]]] = {
+    "prompts": prepare_prompts,
+    "supervised": prepare_supervised,
+    "preferences": prepare_preferences,
+    "unpaired": prepare_unpaired,
+}
+"""What makes each kind of data from rows."""
+
+
+def prepare(
+    kind: str, rows: AnyRows, tokenizer: Any, settings: DataSettings, heads: Sequence[str] | None = None
+) -> tuple[Batch, DataReport]:
+    """Rows as this kind of data. Only preference pairs say which of a reward model's `heads` they judge."""
+    return PREPARE[kind](rows, tokenizer, settings, **({"heads": heads} if kind == "preferences" else {}))
 
 
 # ---------------------------------------------------------------------- what SFT learns
@@ -153,8 +170,8 @@ def _every_turn(data: Parsed, tokenizer: Any, settings: DataSettings) -> _Learnt
         masks.append(mask[start:end])
     how = "the template's {% generation %} marks" if has_marks(tokenizer) else "the template rendered turn by turn"
     notes = [f"the loss is on every assistant turn (data.train_on=assistant), told by {how}"]
-    ends = (t == tokenizer.eos_token_id and m for r, mask in zip(responses, masks, strict=True) for t, m in zip(r, mask))
-    if not any(ends):
+    learnt = (token for pair in zip(responses, masks, strict=True) for token in compress(*pair))
+    if tokenizer.eos_token_id not in learnt:
         notes.append("no turn has the end token inside the template's marks: the model does not learn to stop")
     return _Learnt(limited, responses, masks, tuple(notes))
 
@@ -205,7 +222,11 @@ def _head_notes(head: list[int], heads: Sequence[str]) -> tuple[str, ...]:
 
 def _label_notes(data: Parsed) -> tuple[str, ...]:
     bad = sum(example.label in (False, 0) for example in data.examples) if data.format.labelled else 0
-    return (f"{bad} answers labelled false are learnt like the others: SFT does not read labels",) if bad else ()
+    return (
+        (f"{bad} of {len(data.examples)} rows are labelled false and learnt like the others: SFT does not read labels",)
+        if bad
+        else ()
+    )
 
 
 def _template_notes(data: Parsed, tokenizer: Any) -> tuple[str, ...]:
@@ -214,7 +235,7 @@ def _template_notes(data: Parsed, tokenizer: Any) -> tuple[str, ...]:
     if not having:
         return ()
     place = "" if "tools" in str(tokenizer.chat_template) else ", which has no place for them: the model does not see them"
-    return (f"{having} rows give tools to the chat template{place}",)
+    return (f"{having} of {len(data.examples)} rows give tools to the chat template{place}",)
 
 
 # ---------------------------------------------------------------------- steps

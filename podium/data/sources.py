@@ -39,13 +39,15 @@ def source_of(rows: Any) -> str:
     return getattr(rows, "source", "data")
 
 
-def load_rows(path: Any, options: Mapping[str, Any] | None = None) -> Rows:
+def load_rows(path: Any, options: Mapping[str, Any] | None = None, problems: list[DataError] | None = None) -> Rows:
     """All rows of a data set.
 
     Args:
         path: a file (`.jsonl`, `.json`, `.parquet`), a folder that `datasets` saved, a hub name (`owner/name`),
             `reasoning_gym:TASK` (or `reasoning_gym:TASK?seed=1&size=100`), a list of dicts, or a `datasets.Dataset`.
         options: for reasoning-gym `size`, `seed` and the task's own settings; for `datasets` `split` and `subset`.
+        problems: where given, what is wrong with single lines and rows is put here, not raised: lines that cannot be read
+            are left out, and rows that are no objects stay.
 
     Raises DataError (file, line or row, remedy) for a data set that is missing, empty, or cannot be read.
     """
@@ -57,27 +59,34 @@ def load_rows(path: Any, options: Mapping[str, Any] | None = None) -> Rows:
     elif str(path).startswith(GENERATED):
         rows = _from_reasoning_gym(str(path), options)
     elif Path(path).is_file():
-        rows = _from_file(Path(path))
+        rows = _from_file(Path(path), problems)
     elif Path(path).is_dir():
         rows = _from_folder(Path(path), options)
     else:
         rows = _from_hub(str(path), options)
-    if not rows:
+    if not rows and not problems:
         raise DataError("the data set has no rows", where=rows.source, remedy="give a file with at least one row")
     for i, row in enumerate(rows):
         if not isinstance(row, dict):
-            raise DataError(
+            error = DataError(
                 f"expected an object with columns, found {_kind(row)}",
                 where=place_of(rows, i),
                 remedy='write each row as an object, for example {"prompt": "2 + 2 ="}',
             )
+            _raise_or_keep(error, problems)
     return rows
+
+
+def _raise_or_keep(error: DataError, problems: list[DataError] | None) -> None:
+    if problems is None:
+        raise error
+    problems.append(error)
 
 
 # ---------------------------------------------------------------------- files
 
 
-def _from_file(path: Path) -> Rows:
+def _from_file(path: Path, problems: list[DataError] | None) -> Rows:
     suffix = path.suffix.lower()
     if suffix not in FILE_SUFFIXES:
         raise DataError(
@@ -86,12 +95,12 @@ def _from_file(path: Path) -> Rows:
             remedy="known endings: " + ", ".join(FILE_SUFFIXES),
         )
     try:
-        return _from_parquet(path) if suffix == ".parquet" else _from_json_text(path, suffix)
+        return _from_parquet(path) if suffix == ".parquet" else _from_json_text(path, suffix, problems)
     except OSError as error:
         raise DataError(f"cannot be read: {error.strerror or error}", where=str(path)) from error
 
 
-def _from_json_text(path: Path, suffix: str) -> Rows:
+def _from_json_text(path: Path, suffix: str, problems: list[DataError] | None) -> Rows:
     raw = path.read_bytes().removeprefix(b"\xef\xbb\xbf")
     if suffix == ".json" and raw.lstrip()[:1] == b"[":
         return _from_json_array(path, raw)
@@ -99,20 +108,32 @@ def _from_json_text(path: Path, suffix: str) -> Rows:
     lines: list[int] = []
     start = 0
     for number, line in enumerate(raw.split(b"\n"), 1):
-        text = _decode(line, path, number, start)
-        start += len(line) + 1
-        if not text.strip():
-            continue
         try:
-            rows.append(json.loads(text))
-        except json.JSONDecodeError as error:
-            raise DataError(
-                f"not valid JSON: {error.msg} at column {error.colno}: {_short(text)}",
-                where=f"{path}, line {number}",
-                remedy="write one JSON object per line",
-            ) from None
+            value = _read_line(line, path, number, start)
+        except DataError as error:
+            _raise_or_keep(error, problems)
+            value = None
+        start += len(line) + 1
+        if value is None:
+            continue
+        rows.append(value[0])
         lines.append(number)
     return Rows(rows, str(path), lines)
+
+
+def _read_line(line: bytes, path: Path, number: int, start: int) -> tuple[Any] | None:
+    """A line's JSON value (in a tuple: it may be null), or None where the line is blank. Raises DataError."""
+    text = _decode(line, path, number, start)
+    if not text.strip():
+        return None
+    try:
+        return (json.loads(text),)
+    except json.JSONDecodeError as error:
+        raise DataError(
+            f"not valid JSON: {error.msg} at column {error.colno}: {_short(text)}",
+            where=f"{path}, line {number}",
+            remedy="write one JSON object per line",
+        ) from None
 
 
 def _from_json_array(path: Path, raw: bytes) -> Rows:

@@ -8,18 +8,10 @@ from typing import Any
 from podium.core.batch import Batch
 from podium.core.errors import DataError
 from podium.core.settings import RecipeSettings
-from podium.data.prepare import DataReport, prepare_preferences, prepare_prompts, prepare_supervised, prepare_unpaired
+from podium.data.prepare import DataReport, prepare
 from podium.data.sources import load_rows
 from podium.data.split import first, hold_out
 from podium.trainer.recipe import DataKind
-
-PREPARE = {
-    "prompts": prepare_prompts,
-    "supervised": prepare_supervised,
-    "preferences": prepare_preferences,
-    "unpaired": prepare_unpaired,
-}
-"""What makes each kind of data from rows."""
 
 UNIT: dict[DataKind, int] = {"prompts": 1, "supervised": 1, "preferences": 2, "unpaired": 1}
 """Adjacent batch rows that stay together, by kind."""
@@ -62,6 +54,5 @@ def load_data(settings: RecipeSettings, kind: DataKind, tokenizer: Any, rows: An
 
 
 def _prepare(settings: RecipeSettings, kind: DataKind, tokenizer: Any, source: Any) -> tuple[Batch, DataReport]:
-    # Only a reward model's settings have heads; only preference pairs say which they judge.
-    given = {"heads": getattr(settings, "heads", None)} if kind == "preferences" else {}
-    return PREPARE[kind](load_rows(source, settings.data.options), tokenizer, settings.data, **given)
+    rows = load_rows(source, settings.data.options)
+    return prepare(kind, rows, tokenizer, settings.data, getattr(settings, "heads", None))

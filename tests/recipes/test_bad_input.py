@@ -132,3 +132,74 @@ def test_a_tokenizer_without_pad_or_end(lacks, place, tmp_path, capsys):
         main(arguments)
     message = capsys.readouterr().err
     assert ended.value.code == 2 and "eos" in message.lower() and not (tmp_path / "runs").exists()
+
+
+# ---------------------------------------------------------------------- rows to learn from
+
+CHAT = [{"role": "user", "content": "What?"}]
+PAIR = {"prompt": "What?", "chosen": " Yes.", "rejected": " No."}
+LABELLED = {"prompt": "What?", "completion": " Yes.", "label": True}
+
+UNUSABLE = [
+    ("dpo", [{**PAIR, "rejected": " Yes."}] * 2, [], ["rows.jsonl, line 1", "all 2 pairs", "the same", "' Yes.'", "->"]),
+    ("dpo", [PAIR, {**PAIR, "chosen": ""}], [], ["rows.jsonl, line 2", "'chosen' is empty: ''", "remove the row"]),
+    ("reward_model", [PAIR, {**PAIR, "rejected": " "}], [], ["rows.jsonl, line 2", "'rejected' is empty: ' '"]),
+    ("dpo", [PAIR, {**PAIR, "label": True}], [], ["rows.jsonl, line 2", "'chosen' and 'label' (True)", "not meant"]),
+    ("dpo", [LABELLED], [], ["rows.jsonl, line 1", "no pair of responses", "prompt, chosen and rejected"]),
+    ("kto", [LABELLED, {**LABELLED, "label": "good"}], [], ["rows.jsonl, line 2, column 'label'", "str 'good'", "write true"]),
+    ("kto", [{"prompt": "What?", "completion": " Yes."}], [], ["line 1", "no labelled answer", "label (true or false)"]),
+    ("kto", [LABELLED, {**LABELLED, "completion": ""}], [], ["rows.jsonl, line 2", "'completion' is empty"]),
+    ("sft", [{"prompt": "What?", "completion": ""}], [], ["rows.jsonl, line 1", "'completion' is empty"]),
+    ("sft", [{"messages": CHAT}], ["data.train_on=assistant"], ["line 1", "no assistant turn", "add the assistant's answer"]),
+    (
+        "reward_model",
+        [{**PAIR, "aspect": "honesty"}, {**PAIR, "aspect": "honest"}],
+        ["heads=[helpfulness, honesty]"],
+        ["rows.jsonl, line 2, column 'aspect'", "'honest'", "did you mean 'honesty'"],
+    ),
+    (
+        "reward_model",
+        [PAIR],
+        ["heads=[helpfulness, honesty]"],
+        ["line 1, column 'aspect'", "no aspect", "helpfulness, honesty"],
+    ),
+    ("sft", [{"prompt": CHAT, "completion": CHAT, "images": [[1]]}], [], ["column 'images'", "text only", "remove the row"]),
+]
+
+
+def learn(algorithm, rows, tmp_path, capsys, model, *overrides):
+    """The command's exit code and what it wrote to stderr."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments = ["train", "--algorithm", algorithm, "--model", str(model), "--data", str(path)]
+    arguments += [f"run.folder={tmp_path / 'runs'}", "run.steps=1", "run.trackers=[]"]
+    arguments += [f"batch.prompts_per_step={2 if algorithm == 'kto' else 1}", *overrides]
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    return ended.value.code, " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(("algorithm", "rows", "overrides", "parts"), UNUSABLE)
+def test_rows_that_cannot_be_learnt_from(algorithm, rows, overrides, parts, place, tmp_path, capsys):
+    code, message = learn(algorithm, rows, tmp_path, capsys, place / "model", *overrides)
+    assert code == 2 and all(part in message for part in parts), message
+    assert "Traceback" not in message and not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("row", [{"messages": [*CHAT, {"role": "assistant", "content": "Yes."}]}, {"prompt": CHAT}])
+def test_chat_messages_without_a_chat_template(row, tmp_path, capsys):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path / "model")
+    tiny_model().save_pretrained(tmp_path / "model")
+    code, message = learn("sft", [row], tmp_path, capsys, tmp_path / "model")
+    expected = "no chat template" if "messages" in row else "no response to learn"
+    assert code == 2 and expected in message and ("model.chat_template" in message or "prompt" in row)
+
+
+def test_equal_pairs_are_dropped_counted_and_said(place, tmp_path, capsys):
+    rows = [PAIR, {**PAIR, "rejected": " Yes."}]
+    code, message = learn("dpo", rows, tmp_path, capsys, place / "model")
+    assert (
+        code == 0 and "1 of 2 rows used" in message and "1 dropped: the chosen and the rejected answer are the same" in message
+    )

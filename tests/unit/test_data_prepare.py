@@ -323,7 +323,7 @@ def test_labelled_answers(tokenizer):
     assert batch["row_mask"].tolist() == [True, True] and batch["row_index"].tolist() == [0, 2]
     assert [text(tokenizer, r) for r in batch["response_ids"].to_list()] == [" 4</s>", " 5</s>"]
     assert batch["data.by"] == ["x", "y"] and report.used == 2
-    assert "1 answers labelled true, 1 false" in report.lines()
+    assert "labels: 1 true, 1 false" in report.lines()
     chat = [{"prompt": [USER], "completion": [m], "label": int(m is BOT)} for m in (BOT, WRONG)]
     batch, report = prepare_unpaired(chat, tokenizer, settings())
     assert batch["label"].tolist() == [True, False]
