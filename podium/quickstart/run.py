@@ -60,10 +60,10 @@ def run(
     parameters = make_inputs(home, seed)
     say(f"   {parameters / 1e6:.1f} million parameters. The task: sort four numbers. The demonstrations often drop repeats.")
     say("[bold]2. SFT[/bold]: the model imitates the demonstrations")
-    sft, before = _train(home, "sft", seed, None, model=home / "base", data="demonstrations")
+    sft, before = train_recipe(home, "sft", seed, None, model=home / "base", data="demonstrations")
     say(f"   {before.percent} of {HELD_OUT} held-out problems right, each answered greedily")
     say(f"[bold]3. {algorithm.upper()}[/bold]: the model answers, a checker scores, the better answers become likelier")
-    rl, after = _train(home, algorithm, seed, steps, model=sft.run_folder / "model", data="problems")
+    rl, after = train_recipe(home, algorithm, seed, steps, model=sft.run_folder / "model", data="problems")
     seconds = time.perf_counter() - started
     speeds = [row["speed/tokens_per_second"] for row in RunFolder(rl.run_folder).read_metrics()]
     report = Report(
@@ -118,7 +118,9 @@ class Answers:
         return f"{100 * self.accuracy:.1f}%"
 
 
-def _train(home: Path, recipe: str, seed: int, steps: int | None, *, model: Path, data: str) -> tuple[TrainResult, Answers]:
+def train_recipe(
+    home: Path, recipe: str, seed: int, steps: int | None, *, model: Path, data: str
+) -> tuple[TrainResult, Answers]:
     """Runs one of the quick start's recipes; what it came to, and its answers to the held-out problems at the end."""
     values: dict[str, Any] = {
         "model": {"path": str(model)},
