@@ -172,7 +172,7 @@ def _every_turn(data: Parsed, tokenizer: Any, settings: DataSettings) -> _Learnt
     notes = [f"the loss is on every assistant turn (data.train_on=assistant), told by {how}"]
     learnt = (token for pair in zip(responses, masks, strict=True) for token in compress(*pair))
     if tokenizer.eos_token_id not in learnt:
-        notes.append("no turn has the end token inside the template's marks: the model does not learn to stop")
+        notes.append("the end token is never inside the template's marks: it does not learn to stop by it")
     return _Learnt(limited, responses, masks, tuple(notes))
 
 

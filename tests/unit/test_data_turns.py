@@ -93,7 +93,7 @@ def test_marks_without_the_end_token_are_said():
     outside = MARKED.replace("</s>{% endgeneration %}", "{% endgeneration %}</s>")
     batch, report = prepare([{"messages": TALK}], tokenizer_with(outside))
     assert parts(tokenizer_with(outside), batch)[1][0] == (True, "4")
-    assert any("does not learn to stop" in line for line in report.lines())
+    assert any("does not learn to stop by it" in line for line in report.lines())
 
 
 def test_the_limit_is_on_what_stands_before_the_first_answer():
