@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from podium.trainer import LLMTrainer as LLMTrainer
     from podium.trainer import Trainer as Trainer
     from podium.workers.advantages import estimate_advantages as estimate_advantages
+    from podium.workers.advantages import estimate_constrained_advantages as estimate_constrained_advantages
 
 _HOMES = {
     "podium.core.batch": ("Batch",),
@@ -36,7 +37,7 @@ _HOMES = {
     "podium.controller.resource_pool": ("ResourcePool",),
     "podium.models.heads": ("ActorModel", "CriticModel", "RewardModel", "load_reward_model"),
     "podium.recipes": ("train",),
-    "podium.workers.advantages": ("estimate_advantages",),
+    "podium.workers.advantages": ("estimate_advantages", "estimate_constrained_advantages"),
     "podium.rewards.stepwise": ("StepwiseRewardInjector",),
     "podium.stages.policy": ("GRPOStage", "PPOStage"),
     "podium.stages.reward": ("CostStage", "RewardStage"),

@@ -10,7 +10,13 @@ from podium.algorithms.advantage_estimators import AdvantageEstimator, find_adva
 from podium.core.batch import Batch
 from podium.core.errors import ConfigError, did_you_mean
 from podium.stages.base import Stage, StepContext
-from podium.workers.advantages import at_last_token, column_of, estimate_advantages, place_token_rewards, policy_column
+from podium.workers.advantages import (
+    column_of,
+    estimate_advantages,
+    place_token_costs,
+    place_token_rewards,
+    policy_column,
+)
 
 
 class TokenRewardStage(Stage):
@@ -71,8 +77,7 @@ class TokenCostStage(Stage):
     writes = ("token_costs",)
 
     def run(self, batch: Batch, context: StepContext) -> Batch:
-        token_costs = at_last_token(batch["costs"], batch.padded("response_mask"))
-        return batch.with_padded("token_costs", token_costs).select("token_costs")
+        return place_token_costs(batch)
 
 
 class AdvantageStage(Stage):

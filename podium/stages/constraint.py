@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from podium.algorithms.advantages import whiten
-from podium.algorithms.constraints import LagrangeMultiplier, constrained_advantages
+from podium.algorithms.constraints import LagrangeMultiplier
 from podium.core.batch import Batch
 from podium.stages.advantage import measure_advantages
 from podium.stages.base import Stage, StepContext
+from podium.workers.advantages import combine_advantages
 
 
 class ConstrainedAdvantageStage(Stage):
@@ -25,18 +25,14 @@ class ConstrainedAdvantageStage(Stage):
         self.multiplier, self.whiten = multiplier, whiten_advantages
 
     def run(self, batch: Batch, context: StepContext) -> Batch:
-        reward, cost = batch.padded("reward_advantages"), batch.padded("cost_advantages")
-        advantages = constrained_advantages(reward, cost, self.multiplier.value)
-        if self.whiten:
-            advantages = whiten(advantages, batch.padded("response_mask"))
+        out = combine_advantages(batch, self.multiplier.value, whiten_advantages=self.whiten)
         mean_cost = float(batch["costs"].mean())
         context.metrics.add("lagrange/multiplier", self.multiplier.value)
         context.metrics.add("lagrange/threshold", self.multiplier.threshold)
         context.metrics.add("lagrange/violation", mean_cost - self.multiplier.threshold)
         self.multiplier.update(mean_cost)
-        out = batch.with_padded("advantages", advantages)
-        measure_advantages(out, "advantages", context)
-        return out.select("advantages")
+        measure_advantages(batch.union(out), "advantages", context)
+        return out
 
     def state_dict(self) -> dict[str, Any]:
         return self.multiplier.state_dict()

@@ -19,6 +19,7 @@ from podium.stages.constraint import ConstrainedAdvantageStage
 from podium.stages.correction import CorrectionStage
 from podium.stages.rollout import LogProbStage, ValueStage
 from podium.stages.update import UpdateStage
+from podium.workers.advantages import COST_COLUMNS, COST_OUTPUTS, REWARD_OUTPUTS
 
 ControllerKind = Literal["adaptive", "fixed", "none"]
 KLPlace = Literal["reward", "loss"]
@@ -231,14 +232,12 @@ class SafeRLHFStage(PPOStage):
         )
 
     def advantages(self) -> list[Stage]:
-        costs = {"token_rewards": "token_costs", "values": "cost_values"}
-        named = {"advantages": "cost_advantages", "returns": "cost_returns"}
         raw = {"whiten_advantages": False, **self.gae}  # whitened once, when they are one
         return [
             ValueStage("cost_critic", "cost_values"),
             TokenCostStage(),
-            AdvantageStage("gae", outputs={"advantages": "reward_advantages"}, name="reward_advantages", **raw),
-            AdvantageStage("gae", columns=costs, outputs=named, name="cost_advantages", **raw),
+            AdvantageStage("gae", outputs=REWARD_OUTPUTS, name="reward_advantages", **raw),
+            AdvantageStage("gae", columns=COST_COLUMNS, outputs=COST_OUTPUTS, name="cost_advantages", **raw),
             ConstrainedAdvantageStage(self.multiplier, whiten_advantages=self.whiten_advantages),
             UpdateStage("cost_critic", value_loss(clip=self.value_clip, values="cost_values", returns="cost_returns")),
         ]

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from podium.algorithms import kl
 from podium.algorithms.advantage_estimators import find_advantage_estimator
+from podium.algorithms.advantages import whiten
+from podium.algorithms.constraints import constrained_advantages
 from podium.core import schema
 from podium.core.batch import Batch, Ragged, resolve
 from podium.core.errors import ConfigError
@@ -85,6 +87,53 @@ def estimate_advantages(
         name = (outputs or {}).get(written, written)
         batch = batch.with_padded(name, padded) if schema.lookup(name).kind == "token" else batch.with_columns({name: padded})
     return batch
+
+
+def estimate_constrained_advantages(
+    batch: Any,
+    multiplier: float,
+    *,
+    kl_coef: float = 0.0,
+    gamma: float = 1.0,
+    gae_lambda: float = 0.95,
+    whiten_advantages: bool = True,
+) -> Batch:
+    """Safe-RLHF's advantages and both critics' targets: GAE of reward and of cost, set against each other. A pure function.
+
+    Args:
+        batch: with `rewards`, `values`, `costs`, `cost_values`; with `kl_coef` also `ref_log_probs`.
+        multiplier: the Lagrange multiplier's present value.
+        kl_coef: weight of a KL penalty in the rewards.
+
+    Returns:
+        the batch with `advantages`, `returns`, `cost_returns` and what they were made of.
+    """
+    gae = {"gamma": gamma, "gae_lambda": gae_lambda, "whiten_advantages": False}  # whitened once, when they are one
+    batch = estimate_advantages(batch, kl_coef=kl_coef, outputs=REWARD_OUTPUTS, **gae)
+    batch = batch.union(place_token_costs(batch))
+    batch = estimate_advantages(batch, columns=COST_COLUMNS, outputs=COST_OUTPUTS, **gae)
+    return batch.union(combine_advantages(batch, multiplier, whiten_advantages=whiten_advantages))
+
+
+REWARD_OUTPUTS = {"advantages": "reward_advantages"}
+COST_COLUMNS = {"token_rewards": "token_costs", "values": "cost_values"}
+COST_OUTPUTS = {"advantages": "cost_advantages", "returns": "cost_returns"}
+"""The same estimator over rewards and over costs: what it reads, and what its results are called."""
+
+
+def place_token_costs(batch: Batch) -> Batch:
+    """`token_costs`: the response's cost at its last sampled token."""
+    token_costs = at_last_token(batch["costs"], batch.padded("response_mask").bool())
+    return batch.with_padded("token_costs", token_costs).select("token_costs")
+
+
+def combine_advantages(batch: Batch, multiplier: float, *, whiten_advantages: bool = True) -> Batch:
+    """`advantages`: those of reward less those of cost, as the multiplier weighs them (`constrained_advantages`)."""
+    reward, cost = batch.padded("reward_advantages"), batch.padded("cost_advantages")
+    advantages = constrained_advantages(reward, cost, multiplier)
+    if whiten_advantages:
+        advantages = whiten(advantages, batch.padded("response_mask").bool())
+    return batch.with_padded("advantages", advantages).select("advantages")
 
 
 def column_of(name: str) -> str:
