@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from podium.core.errors import ConfigError, ModelError
 from podium.core.settings import LoraSettings
+from podium.models.quantization import dequantised, is_quantised
 
 _NAME = "default"  # the adapter's name inside the model: peft's own default
 ADAPTER_FOLDER = "adapter"
@@ -228,7 +229,7 @@ def merged(model: Any) -> Iterator[None]:
     adapted = adapter_layers(model)
     inside = tuple(f"{name}." for name in adapted)
     swapped: dict[str, Any] = dict(adapted)
-    swapped |= {n: m for n, m in model.named_modules() if _is_quantised(m) and not n.startswith(inside)}
+    swapped |= {n: m for n, m in model.named_modules() if is_quantised(m) and not n.startswith(inside)}
     settings = {name: vars(model.config).get(name) for name in ("quantization_config",)}
     flags = {n: getattr(model, n) for n in _LOADED_AS if n in vars(model)}
     try:
@@ -256,11 +257,11 @@ def _plain_layer(layer: Any, dtype: torch.dtype) -> nn.Module:
     """A layer (adapted, quantised or both) as a new plain one on the CPU."""
     base = layer.get_base_layer() if hasattr(layer, "get_base_layer") else layer
     weight, bias = dequantised(base), base.bias
-    out = weight.to(dtype if _is_quantised(base) else weight.dtype).cpu()
+    out = weight.to(dtype if is_quantised(base) else weight.dtype).cpu()
     if base is not layer:
         for name in layer.active_adapters:
             out = (out.float() + layer.get_delta_weight(name).float().cpu()).to(out.dtype)
-    if _is_quantised(base):
+    if is_quantised(base):
         plain: nn.Module = nn.Linear(base.in_features, base.out_features, bias=bias is not None, device="meta")
     else:
         plain = copy.copy(base)  # nn.Linear, or the Conv1D of GPT-2
@@ -269,19 +270,6 @@ def _plain_layer(layer: Any, dtype: torch.dtype) -> nn.Module:
     if bias is not None:
         plain.bias = nn.Parameter(bias.detach().to(out.dtype).cpu(), requires_grad=False)
     return plain
-
-
-def _is_quantised(module: nn.Module) -> bool:
-    return type(module).__module__.startswith("bitsandbytes")
-
-
-def dequantised(layer: Any) -> Tensor:
-    """A layer's weight as floating-point numbers `[out, in]`, whatever form it is kept in."""
-    if not _is_quantised(layer):
-        return layer.weight.detach()
-    from peft.utils.integrations import dequantize_module_weight
-
-    return dequantize_module_weight(layer).detach()
 
 
 def save_adapter(model: Any, folder: Path) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from podium.core.errors import ConfigError, did_you_mean
 
@@ -40,5 +42,26 @@ def quantized_loading(kind: str, dtype: torch.dtype, device: str | torch.device)
             bnb_4bit_compute_dtype=dtype,
         )
     else:
+        # It says of every product that its inputs are rounded to 16 bits.
+        logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
         how = BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
     return {"quantization_config": how, "device_map": {"": str(device)}}
+
+
+def is_quantised(module: nn.Module) -> bool:
+    """Whether it is one of bitsandbytes' layers."""
+    return type(module).__module__.startswith("bitsandbytes")
+
+
+@torch.no_grad()
+def dequantised(layer: Any) -> Tensor:
+    """A layer's weight as floating-point numbers, whatever form it is kept in; of a quantised layer `[out, in]`."""
+    if not is_quantised(layer):
+        return layer.weight.detach()
+    if hasattr(layer.weight, "quant_state"):
+        from bitsandbytes.functional import dequantize_4bit
+
+        return dequantize_4bit(layer.weight.data, layer.weight.quant_state)
+    # The first pass moves the scales (the largest number of each row) from the weight to the layer.
+    scale = layer.weight.SCB if layer.weight.SCB is not None else layer.state.SCB
+    return layer.weight.data.float() * (scale.float() / 127)[:, None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from podium import Trainer
 from podium.algorithms import supervised_loss, value_loss
 from podium.core.batch import Batch
 from podium.core.errors import CheckpointError, ConfigError, ModelError
@@ -330,3 +332,99 @@ def test_settings_say_what_cannot_be() -> None:
         LoraSettings(dropout=0.1)
     with pytest.raises(ValueError, match="needs lora"):
         ModelSettings(quantization="4bit")
+
+
+# ------------------------------------------------------------------ whole runs
+
+PROMPTS = [{"prompt": f"What is {a} plus {b}?"} for a in range(3) for b in range(4)]
+
+
+def length_reward(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+    return [float(len(c) % 5) / 4 for c in completions]
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("model")
+    tiny_model().save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+def trainer(algorithm: str, folder: Path, steps: int = 2, *, model: dict[str, Any], **given: Any) -> Trainer:
+    config = {
+        "algorithm": algorithm,
+        "model": {"dtype": "float32", **model},
+        "rewards": [{"function": length_reward}],
+        "kl": {"coef": 0.1},
+        "rollout": {"max_new_tokens": 6},
+        "batch": {"prompts_per_step": 4, "group_size": 2, "microbatch_tokens": 64},
+        "optimizer": {"lr": 1e-3},
+        "run": {"folder": str(folder), "name": "run", "steps": steps, "trackers": [], "progress": False},
+    }
+    return Trainer(config=config, data=PROMPTS, **given)
+
+
+def worker(trained: Trainer, role: str) -> Any:
+    return trained.roles[role].workers[0]
+
+
+def test_one_base_serves_actor_reference_and_critic(model_folder: str, tmp_path: Path) -> None:
+    run = trainer("ppo", tmp_path, model={"path": model_folder, "lora": {"rank": 4}}).prepare()
+    actor = {p.data_ptr(): p for p in worker(run, "actor").engine.model.parameters() if not p.requires_grad}
+    assert all(p.data_ptr() in actor for _, p in worker(run, "reference").engine.model.named_parameters())
+    critic = worker(run, "critic").engine.model
+    assert all(p.data_ptr() in actor for p in critic.parameters() if not p.requires_grad)
+    trained = [p for role in ("actor", "critic") for p in worker(run, role).engine.model.parameters() if p.requires_grad]
+    assert len({p.data_ptr() for p in trained}) == len(trained)
+    before = copy.deepcopy([p.detach() for p in trained])
+    result = run.train()
+    assert all(not torch.equal(p, b) for p, b in zip(trained, before, strict=True) if p.ndim == 2 and b.any())
+    plain = AutoModelForCausalLM.from_pretrained(result.run_folder / "model")
+    assert not torch.equal(plain.model.layers[0].mlp.up_proj.weight, tiny_model().model.layers[0].mlp.up_proj.weight)
+    assert torch.equal(plain.model.embed_tokens.weight, tiny_model().model.embed_tokens.weight)
+    files = sum(f.stat().st_size for f in (result.run_folder / "checkpoints").rglob("role_actor.safetensors"))
+    assert files < 0.5 * sum(p.numel() * 4 for p in tiny_model().parameters())
+
+
+def test_a_resumed_lora_run_gives_the_same_numbers(model_folder: str, tmp_path: Path) -> None:
+    def rows(folder: Path) -> list[dict[str, float]]:
+        lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
+        return [{k: v for k, v in json.loads(line).items() if not k.startswith(("time", "speed"))} for line in lines]
+
+    model = {"path": model_folder, "lora": {"rank": 4, "target_modules": ["q_proj", "v_proj"]}}
+    trainer("grpo", tmp_path / "whole", 3, model=model).train()
+    trainer("grpo", tmp_path / "parts", 1, model=model).train()
+    trainer("grpo", tmp_path / "parts", 3, model=model).train(resume=True)
+    whole, parts = rows(tmp_path / "whole"), rows(tmp_path / "parts")
+    assert whole == parts and len(whole) == 3
+    assert whole[0]["actor/ref_kl"] == 0.0 and whole[2]["actor/ref_kl"] > 0.0
+
+
+def test_a_wrapped_model_trains_and_its_reference_is_what_it_was(tmp_path: Path) -> None:
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
+    for trained in (False, True):
+        model = ModelWrapper(tiny_model(), peft_config=config)
+        if trained:  # an adapter that was trained before: the reference starts from it, so it is a copy
+            torch.nn.init.normal_(next(iter(adapter_layers(model.model).values())).lora_B["default"].weight, std=0.1)
+        start = log_probs(model.model)
+        run = trainer("grpo", tmp_path / str(trained), model={}, models={"actor": model}, tokenizer=tiny_tokenizer())
+        run.train()
+        got = worker(run, "reference").compute_log_probs(rows())["ref_log_probs"].values
+        torch.testing.assert_close(got, start)
+        assert isinstance(worker(run, "reference").engine.model, WithoutAdapter) != trained
+
+
+def test_reward_model_trains_with_an_adapter(model_folder: str, tmp_path: Path) -> None:
+    config = {
+        "algorithm": "reward_model",
+        "model": {"path": model_folder, "dtype": "float32", "lora": {"rank": 4}},
+        "batch": {"prompts_per_step": 4},
+        "run": {"folder": str(tmp_path), "steps": 2, "trackers": [], "progress": False},
+    }
+    pairs = [{**row, "chosen": " yes", "rejected": " no"} for row in PROMPTS]
+    run = Trainer(config=config, data=pairs)
+    result = run.train()
+    trained = {n for n, p in worker(run, "reward").engine.model.named_parameters() if p.requires_grad}
+    assert "model.score.weight" in trained and all(".lora_" in n or ".score." in n for n in trained)
+    RewardModel.from_pretrained(result.run_folder / "model", dtype="float32")
