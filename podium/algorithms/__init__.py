@@ -52,7 +52,7 @@ from podium.algorithms.preference_losses import (
     kto_reference_point,
     sequence_log_ratios,
 )
-from podium.algorithms.reduce import REDUCTIONS, check_reduction, token_weights
+from podium.algorithms.reduce import REDUCTIONS, Counts, check_reduction, token_weights
 from podium.algorithms.supervised import negative_log_likelihood
 from podium.algorithms.value_losses import clipped_value_loss
 
@@ -66,6 +66,7 @@ __all__ = [
     "AdvantageEstimator",
     "Corrected",
     "Correction",
+    "Counts",
     "KLController",
     "LagrangeMultiplier",
     "Loss",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from podium.algorithms.base import Loss
-from podium.algorithms.reduce import token_weights
+from podium.algorithms.reduce import Counts, token_weights
 from podium.core.batch import Batch, Ragged
 from podium.core.errors import BatchError, CheckpointError, ConfigError
 from podium.core.metrics import Metrics
@@ -56,7 +56,10 @@ class SingleDeviceEngine:
         self.microbatch_tokens = microbatch_tokens
         self.policy_version = 0
         """Updates applied so far."""
-        self._optimizer = MasterAdamW(model.named_parameters(), optimizer, total_updates) if optimizer else None
+        self._optimizer = self._make_optimizer(optimizer, total_updates) if optimizer else None
+
+    def _make_optimizer(self, settings: OptimizerSettings, total_updates: int | None) -> MasterAdamW:
+        return MasterAdamW(self.model.named_parameters(), settings, total_updates)
 
     # ------------------------------------------------------------------ forward
 
@@ -72,7 +75,7 @@ class SingleDeviceEngine:
         """
         tokens = _tokens(batch)
         parts: list[dict[str, Tensor]] = []
-        order = plan(tokens, self.microbatch_tokens, prompts=self._shared_prompts(batch))
+        order = self._parts(batch, tokens)
         for rows in order:
             parts.append(self._run(batch.select("prompt_ids", "response_ids").index(rows), outputs))
         if not parts:
@@ -115,16 +118,13 @@ class SingleDeviceEngine:
             )
         weighted, weights_name, counted = self._weighted(minibatch, loss)
         tokens = _tokens(minibatch)
-        keep_together = minibatch[loss.keep_together] if loss.keep_together else None
         sums = RunningSums()
         self._optimizer.zero_grad()
-        prompts = self._shared_prompts(minibatch)
-        for rows in plan(tokens, self.microbatch_tokens, keep_together, prompts) if counted else []:
+        for rows in self._parts(minibatch, tokens, loss.keep_together) if counted else []:
             self._backward(weighted.index(rows), loss, weights_name, sums)
         metrics = Metrics()
-        for name, total in sums.read().items():
-            metrics.add(name, total, 1 if name == "loss" else counted)
-        metrics.add("tokens", float(tokens.sum()))
+        for name, total in self._over_ranks({**sums.read(), "tokens": float(tokens.sum())}).items():
+            metrics.add(name, total, 1 if name in ("loss", "tokens") else counted)
         metrics.add("lr", self._optimizer.lr)
         applied = False
         if counted:
@@ -135,6 +135,23 @@ class SingleDeviceEngine:
         metrics.add("skipped_updates", float(not applied))
         self.policy_version = self._optimizer.updates
         return metrics
+
+    # ------------------------------------------------------------------ what an engine of several ranks does otherwise
+
+    def _counts(self, mask: Tensor) -> Counts:
+        """What the loss's denominators are made of, for the whole minibatch."""
+        return Counts.of(mask)
+
+    def _over_ranks(self, sums: dict[str, float]) -> dict[str, float]:
+        """Sums of this rank's rows as sums of the whole minibatch."""
+        return sums
+
+    def _parts(self, batch: Batch, tokens: Tensor, keep_together: str | None = None) -> list[Tensor]:
+        """The rows of each forward pass."""
+        units = batch[keep_together] if keep_together else None
+        return plan(tokens, self.microbatch_tokens, units, self._shared_prompts(batch))
+
+    # ------------------------------------------------------------------ one micro-batch
 
     def _run(self, part: Batch, outputs: Sequence[str]) -> dict[str, Tensor]:
         """The model over one micro-batch: from a packed row, or (a class of the user's own) from the rows as they are."""
@@ -155,11 +172,12 @@ class SingleDeviceEngine:
     def _weighted(self, minibatch: Batch, loss: Loss) -> tuple[Batch, str, int]:
         """What the loss needs of the minibatch, with each entry's weight as one more column; its name; entries that count."""
         mask = minibatch.padded(loss.mask).bool()
-        weights = token_weights(mask, loss.reduction, constant_length=loss.constant_length)
+        counts = self._counts(mask)
+        weights = token_weights(mask, loss.reduction, constant_length=loss.constant_length, counts=counts)
         needed = minibatch.select(*dict.fromkeys(("prompt_ids", "response_ids", loss.mask, *loss.columns)))
         if isinstance(minibatch[loss.mask], Ragged):
-            return needed.with_padded("loss_weights", weights), "loss_weights", int(mask.sum())
-        return needed.with_columns({"sequence_weights": weights}), "sequence_weights", int(mask.sum())
+            return needed.with_padded("loss_weights", weights), "loss_weights", counts.tokens
+        return needed.with_columns({"sequence_weights": weights}), "sequence_weights", counts.tokens
 
     def _backward(self, part: Batch, loss: Loss, weights_name: str, sums: RunningSums) -> None:
         """Adds one micro-batch's gradient, and its share of the metrics to `sums`."""
