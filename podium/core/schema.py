@@ -93,7 +93,7 @@ column("cost_values", "token", F32, axis="response", unit="cost", meaning="the c
 column("cost_returns", "token", F32, axis="response", unit="cost", meaning="cost value targets")
 column("cost_advantages", "token", F32, axis="response", unit="cost", meaning="cost advantage of each token")
 column("reward_advantages", "token", F32, axis="response", unit="reward", meaning="advantage before costs are set against it")
-column("importance_weights", "token", F32, axis="response", meaning="factor on a token's loss: training policy over rollout policy")
+column("importance_weights", "token", F32, axis="response", meaning="a token's training policy over its rollout policy")
 column("corrected_mask", "token", BOOL, axis="response", meaning="loss_mask without what an importance correction leaves out")
 column(
     "loss_weights", "token", F32, axis="response", meaning="a token's share of the minibatch's loss; sums to 1 in token_mean"

@@ -56,8 +56,8 @@ class RopeScalingSettings(Settings):
         known = ("linear", "yarn", "llama3")
         if value in ("dynamic", "longrope"):
             raise ValueError(
-                f"rope_type '{value}' changes every token's rotation with the longest sequence of the batch: the gradient would "
-                "depend on the micro-batches, and cached keys would be wrong; use yarn"
+                f"rope_type '{value}' changes every token's rotation with the longest sequence of the batch: the gradient "
+                "would depend on the micro-batches, and cached keys would be wrong; use yarn"
             )
         if value not in known:
             raise ValueError(f"unknown rope_type '{value}'; {did_you_mean(value, known)}")
@@ -350,6 +350,8 @@ class RecipeSettings(Settings):
 
     algorithm: str
     """The recipe's name."""
+    imports: list[str] = Field(default_factory=list)
+    """Your own python files or modules (`mine.py`, `package.module`), run first: they register estimators, losses, recipes."""
     model: ModelSettings = Field(default_factory=ModelSettings)
     """Models and tokenizer."""
     data: DataSettings = Field(default_factory=DataSettings)
@@ -402,8 +404,8 @@ class GroupSettings(OnlineSettings):
     advantage: str = "grpo"
     """A registered advantage estimator, or your own."""
     sampling_rounds: int = Field(default=0, ge=0)
-    """Dynamic sampling: groups whose rewards are all equal teach nothing and are left out; fresh prompts are rolled out in their
-    place, up to so many rollouts a step. 0: off."""
+    """Dynamic sampling: groups whose rewards are all equal teach nothing; fresh prompts are rolled out in their place, up to so
+    many rollouts a step. 0: off."""
     overlong_buffer: int = Field(default=0, ge=0)
     """Overlong shaping: in the last so many tokens below `rollout.max_new_tokens` a penalty grows. 0: off."""
     overlong_penalty: float = Field(default=1.0, gt=0)

@@ -3,15 +3,12 @@ a file of rules."""
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import inspect
-import sys
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 from podium.core.errors import ConfigError, did_you_mean
+from podium.core.imports import load_module
 from podium.core.settings import RewardSettings
 from podium.rewards.adapters import adapt
 from podium.rewards.base import Reward
@@ -98,7 +95,7 @@ def _find(path: str | Callable[..., Any], options: dict[str, Any]) -> tuple[Call
             where="rewards",
             remedy=did_you_mean(path, BUILT_IN) + " Your own: module:function, or path/file.py:function.",
         )
-    module = _load_file(Path(source)) if source.endswith(".py") else _import_module(source)
+    module = load_module(source, "rewards")
     if not hasattr(module, name):
         own = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
         raise ConfigError(f"it has no function '{name}'", where=source, remedy=did_you_mean(name, own))
@@ -118,47 +115,3 @@ def _check_options(options: Iterable[str], known: Iterable[str], name: str) -> N
     for option in options:
         if option not in known:
             raise ConfigError(f"unknown option '{option}'", where=f"reward '{name}'", remedy=did_you_mean(option, known))
-
-
-def _load_file(path: Path) -> Any:
-    if not path.is_file():
-        near = did_you_mean(path.name, [p.name for p in path.parent.glob("*.py")]) if path.parent.is_dir() else "no such folder"
-        raise ConfigError(f"no such file: {path}", where="rewards", remedy=near)
-    # The folder of the file is importable, as when python runs it.
-    name = f"podium_reward_{path.stem}_{abs(hash(str(path.resolve())))}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    with _importable(path.resolve().parent):
-        try:
-            spec.loader.exec_module(module)
-        except Exception as error:  # a user's file: anything
-            del sys.modules[name]
-            raise ConfigError(f"cannot be imported: {type(error).__name__}: {error}", where=str(path)) from error
-    return module
-
-
-def _import_module(name: str) -> Any:
-    with _importable(Path.cwd()):
-        try:
-            return importlib.import_module(name)
-        except Exception as error:  # a user's module: anything
-            missing = isinstance(error, ModuleNotFoundError) and error.name is not None and name.startswith(error.name)
-            what = f"no module '{name}'" if missing else f"cannot be imported: {type(error).__name__}: {error}"
-            remedy = "run from its folder, install it, or give the file: path/file.py:function" if missing else None
-            raise ConfigError(what, where="rewards" if missing else name, remedy=remedy) from error
-
-
-class _importable:
-    """Puts a folder at the front of the import path for a while (a command's own folder is there, not the user's)."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = str(folder)
-
-    def __enter__(self) -> None:
-        sys.path.insert(0, self.folder)
-
-    def __exit__(self, *_: object) -> None:
-        sys.path.remove(self.folder)

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from podium.core.config import apply_overrides, load_yaml, parse
 from podium.core.errors import ConfigError, did_you_mean
+from podium.core.imports import load_module
 from podium.core.registry import Registry
 from podium.core.settings import RecipeSettings
 from podium.stages.base import Stage
@@ -100,6 +101,9 @@ def read_settings(
     plain = load_yaml(values) if isinstance(values, str) else values or {}
     where = values if isinstance(values, str) else where
     merged = apply_overrides(plain, overrides)
+    sources = merged.get("imports")
+    for source in [sources] if isinstance(sources, str) else sources or ():
+        load_module(str(source), "imports")
     if not merged.get("algorithm"):
         raise ConfigError("'algorithm' must be set", where=where, remedy="one of: " + ", ".join(known_recipes()))
     return parse(find_recipe(str(merged["algorithm"]).lower()).settings, merged, where)
