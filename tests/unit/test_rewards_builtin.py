@@ -182,3 +182,16 @@ def test_math_verify_says_what_is_missing(monkeypatch):
     if pytest.importorskip("math_verify"):
         with pytest.raises(ConfigError, match="must be positive"):
             reward_of("math_verify", deadline=0)
+
+
+# ---------------------------------------------------------------------- overlong
+
+
+def test_overlong_is_dapos_equation_13():
+    batch = batch_of(["r"] * 6).with_columns({"response_ids": [[5] * n for n in (0, 80, 81, 90, 100, 130)]})
+    reward = reward_of("overlong", max_tokens=100, buffer_tokens=20)
+    assert reward(batch).values.tolist() == pytest.approx([0.0, 0.0, -0.05, -0.5, -1.0, -1.0])
+    assert reward_of("overlong", max_tokens=100, buffer_tokens=20, penalty=0.5)(batch).values.tolist()[-1] == -0.5
+    for options in ({"max_tokens": 10, "buffer_tokens": 0}, {"max_tokens": 10, "buffer_tokens": 11}):
+        with pytest.raises(ConfigError, match=r"max_tokens=10[\s\S]*0 < buffer_tokens"):
+            reward_of("overlong", **options)

@@ -39,4 +39,4 @@ def check_extract(how: str) -> str:
 
 
 # Registered by importing: each module is small and imports its package when it is used.
-from podium.rewards.functions import exact_match, math_verify, reasoning_gym  # noqa: E402, F401
+from podium.rewards.functions import code_tests, exact_match, math_verify, overlong, reasoning_gym  # noqa: E402, F401
