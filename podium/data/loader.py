@@ -96,11 +96,12 @@ class Loader:
 
     @cached_property
     def _content(self) -> str:
-        """A hash of the token columns: as many other rows are another data set."""
+        """A hash of the tokens and of what is said about them: as many other rows are another data set."""
         digest = hashlib.sha256()
-        for name in ("prompt_ids", "response_ids"):
-            if name in self.batch and isinstance(column := self.batch[name], Ragged):
-                for part in (column.offsets, column.values):
+        for name in ("prompt_ids", "response_ids", "label", "head"):
+            if name in self.batch:
+                column = self.batch[name]
+                for part in (column.offsets, column.values) if isinstance(column, Ragged) else (column,):
                     digest.update(part.cpu().contiguous().numpy().tobytes())
         return digest.hexdigest()
 

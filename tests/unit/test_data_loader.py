@@ -110,3 +110,11 @@ def test_hold_out_leaves_something_to_train_on():
             hold_out(rows_of(4), n, seed=0)
     with pytest.raises(DataError, match="cannot hold out 2 of 2 examples"):
         hold_out(rows_of(4, unit=2), 2, seed=0)
+
+
+@pytest.mark.parametrize(("column", "then"), [("label", [True, False]), ("head", [1, 0])])
+def test_other_labels_or_heads_are_other_data(column, then):
+    now = Loader(rows_of(2).with_columns({column: [0, 0]}), 1, shuffle=False, seed=0)
+    before = Loader(rows_of(2).with_columns({column: then}), 1, shuffle=False, seed=0)
+    with pytest.raises(CheckpointError, match="rows are others"):
+        now.load_state_dict(before.state_dict())

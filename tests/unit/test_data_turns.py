@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from podium import Trainer
 from podium.core.errors import DataError, ModelError
 from podium.core.settings import DataSettings
 from podium.data.prepare import prepare_supervised
 from podium.data.sources import Rows
-from tests.tiny import CHAT_TEMPLATE, tiny_tokenizer
+from podium.trainer.recipe import read_settings
+from tests.tiny import CHAT_TEMPLATE, tiny_model, tiny_tokenizer
 
 USER = {"role": "user", "content": "2 + 2 ="}
 BOT = {"role": "assistant", "content": "4"}
@@ -160,3 +163,21 @@ def test_plain_texts():
         prompt, shown = parts(tokenizer, batch)
         assert len(batch["prompt_ids"][0]) == 1 and [prompt + t for _, t in shown] == ["The sky is blue.</s>"]
     assert report.format.description == "plain texts, all of which is learnt (text), text"
+
+
+def test_sft_learns_exactly_the_assistants_tokens(tmp_path):
+    """The first step's loss is the mean over the learnt tokens, computed here from the model's own logits."""
+    run = {"steps": 1, "folder": str(tmp_path), "trackers": [], "progress": False}
+    given = {"algorithm": "sft", "run": run, "checkpoint": {"export": False}, "data": {"train_on": "assistant"}}
+    settings = read_settings({**given, "batch": {"prompts_per_step": 2}})
+    rows = [{"messages": TALK}, {"messages": [USER, LAST]}]
+    trainer = Trainer(settings, models={"actor": tiny_model()}, tokenizer=tiny_tokenizer(), data=rows)
+    found = trainer.train().metrics["actor/loss"]
+    batch, model, losses = trainer.loader.batch, tiny_model(), []
+    for prompt, response, mask in zip(batch["prompt_ids"], batch["response_ids"], batch["loss_mask"], strict=True):
+        ids = torch.cat([prompt, response])
+        with torch.no_grad():
+            log_probs = model(ids[None]).logits[0, :-1].log_softmax(-1)
+        losses.append(-log_probs.gather(-1, ids[1:, None])[len(prompt) - 1 :, 0][mask])
+    assert found == pytest.approx(torch.cat(losses).mean().item(), abs=1e-5)
+    assert 0 < len(torch.cat(losses)) < int(batch["response_ids"].lengths.sum())
