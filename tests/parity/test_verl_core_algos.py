@@ -134,6 +134,33 @@ def test_a_group_of_one_has_no_baseline_in_verl(verl, name: str):
     assert not ours.any()
 
 
+def test_equal_rewards_give_exactly_zero_here_and_a_rounding_error_in_verl(verl):
+    rewards, index = torch.full((7,), 0.1), torch.zeros(7).long()
+    theirs, _ = verl.compute_grpo_outcome_advantage(rewards[:, None].clone(), torch.ones(7, 1), index.numpy())
+    assert theirs.abs().min() > 1e-3
+    assert not group_relative(rewards, index).any()
+
+
+def test_a_group_of_empty_responses_is_not_a_number_in_verl_s_opo(verl):
+    mask, index = torch.zeros(2, 2), torch.zeros(2).long()
+    theirs, _ = verl.compute_opo_outcome_advantage(torch.tensor([[1.0, 0], [2, 0]]), mask, index.numpy())
+    assert theirs.isnan().all()
+    ours = ADVANTAGE_ESTIMATORS["opo"](rewards=torch.tensor([1.0, 2.0]), group_id=index, mask=mask.bool())["advantages"]
+    assert torch.equal(ours, torch.zeros(2, 2))
+
+
+def test_verl_reads_values_outside_the_mask_and_cannot_whiten_one_token(verl):
+    mask, values = torch.tensor([[1.0, 1.0, 0.0]]), torch.tensor([[1.0, 1.0, torch.nan]])
+    theirs, _ = verl.compute_gae_advantage_return(torch.zeros(1, 3), values, mask, gamma=1.0, lam=1.0)
+    assert theirs.isnan().all()
+    ours, _ = gae(torch.zeros(1, 3), values, mask, gamma=1.0, gae_lambda=1.0)
+    assert_close(ours, torch.tensor([[-1.0, -1.0, 0.0]]))
+    one = torch.tensor([[1.0, 0.0, 0.0]])
+    with pytest.raises(ValueError, match="sum of the mask is one"):
+        verl.compute_gae_advantage_return(torch.zeros(1, 3), torch.ones(1, 3), one, gamma=1.0, lam=1.0)
+    assert torch.equal(whiten(torch.ones(1, 3), one), torch.zeros(1, 3))
+
+
 def test_a_group_of_one_is_zero_here_and_the_raw_reward_in_verl(verl):
     one = {"token_level_rewards": torch.tensor([[3.0]]), "response_mask": torch.ones(1, 1)}
     theirs, _ = verl.compute_grpo_outcome_advantage(**one, index=GROUP_ID[:1].numpy())
