@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,81 +12,7 @@ from torch import Tensor
 
 from podium.core import schema
 from podium.core.errors import BatchError
-
-
-class Ragged:
-    """Rows of unequal length: `values [sum(lengths)]` and `offsets [B + 1]` (int64)."""
-
-    __slots__ = ("offsets", "values")
-
-    def __init__(self, values: Tensor, offsets: Tensor) -> None:
-        self.values, self.offsets = values, offsets
-
-    @classmethod
-    def from_rows(cls, rows: Iterable[Sequence[Any] | Tensor], dtype: torch.dtype | None = None) -> Ragged:
-        """From one sequence or 1-D tensor per row; empty rows are allowed."""
-        tensors = [torch.as_tensor(row, dtype=dtype) for row in rows]
-        empty = torch.empty(0, dtype=dtype or torch.float32)
-        values = torch.cat(tensors) if tensors else empty
-        return cls.of_lengths(values if dtype is None else values.to(dtype), torch.tensor([len(t) for t in tensors]))
-
-    @classmethod
-    def of_lengths(cls, values: Tensor, lengths: Tensor) -> Ragged:
-        """From flat values and the lengths `[B]` that cut them."""
-        offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64)
-        torch.cumsum(lengths.to(torch.int64).cpu(), 0, out=offsets[1:])
-        return cls(values, offsets)
-
-    @classmethod
-    def from_padded(cls, padded: Tensor, lengths: Tensor) -> Ragged:
-        """The first `lengths[i]` entries of each row of a padded `[B, T]` tensor."""
-        valid = torch.arange(padded.shape[1], device=padded.device) < lengths.to(padded.device)[:, None]
-        return cls.of_lengths(padded[valid], lengths)
-
-    @property
-    def lengths(self) -> Tensor:
-        """Row lengths `[B]`, int64."""
-        return self.offsets.diff()
-
-    @property
-    def max_length(self) -> int:
-        return int(self.lengths.max()) if len(self) else 0
-
-    def padded(self, fill: float | int | bool = 0) -> Tensor:
-        """`[B, T]`, T the longest row, right-padded with `fill`."""
-        out = self.values.new_full((len(self), self.max_length), fill)
-        out[self.valid()] = self.values
-        return out
-
-    def valid(self) -> Tensor:
-        """Bool `[B, T]`: which entries of the padded view exist."""
-        return torch.arange(self.max_length) < self.lengths[:, None]
-
-    def index(self, rows: Tensor) -> Ragged:
-        """The rows at the int64 indices `rows [K]`, in that order; repeats are allowed."""
-        lengths = self.lengths[rows]
-        starts = self.offsets[:-1][rows]
-        ends = torch.cumsum(lengths, 0)
-        within = torch.arange(int(ends[-1]) if len(ends) else 0) - torch.repeat_interleave(ends - lengths, lengths)
-        return Ragged.of_lengths(self.values[torch.repeat_interleave(starts, lengths) + within], lengths)
-
-    def __getitem__(self, row: int) -> Tensor:
-        row = range(len(self))[row]
-        return self.values[self.offsets[row] : self.offsets[row + 1]]
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return (self[i] for i in range(len(self)))
-
-    def __len__(self) -> int:
-        return len(self.offsets) - 1
-
-    def to_list(self) -> list[list[Any]]:
-        flat, cuts = self.values.tolist(), self.offsets.tolist()
-        return [flat[a:b] for a, b in pairwise(cuts)]
-
-    def __repr__(self) -> str:
-        return f"Ragged(rows={len(self)}, tokens={len(self.values)}, dtype={self.values.dtype})"
-
+from podium.core.ragged import Ragged, as_array, as_tensor
 
 ColumnValue = Ragged | Tensor | list[Any]
 
@@ -216,9 +141,14 @@ class Batch:
             raise BatchError(f"the sizes {list(sizes)} do not add up to {len(self)} rows", where="Batch.split")
         parts, at = [], 0
         for size in sizes:
-            parts.append(self.index(torch.arange(at, at + size)))
+            parts.append(self.slice(at, at + size))
             at += size
         return parts
+
+    def slice(self, start: int, stop: int) -> Batch:
+        """The rows from `start` up to `stop`; tensors are views of this batch's."""
+        columns = self._columns.items()
+        return Batch({n: v.slice(start, stop) if isinstance(v, Ragged) else v[start:stop] for n, v in columns})
 
     def repeat(self, times: int) -> Batch:
         """Each row `times` times in a row (the rows of a group stay together)."""
@@ -273,6 +203,10 @@ class Batch:
                 columns[base] = tensor
         return Batch(columns)
 
+    def __reduce__(self) -> Any:
+        columns = {n: as_array(v) if isinstance(v, Tensor) else v for n, v in self._columns.items()}
+        return _batch, (columns,)
+
     def __repr__(self) -> str:
         return f"Batch(rows={len(self)}, columns={self.names})"
 
@@ -294,7 +228,7 @@ def _coerce(spec: schema.Column, name: str, value: Any) -> ColumnValue:
     if spec.kind == "token":
         if not isinstance(value, Ragged):
             value = Ragged.from_rows(value, spec.dtype)
-        if value.values.dtype != spec.dtype:
+        if value.dtype != spec.dtype:
             value = Ragged(value.values.to(spec.dtype), value.offsets)
         return value
     if spec.kind == "sequence":
@@ -317,7 +251,7 @@ def _take(value: ColumnValue, rows: Tensor) -> ColumnValue:
 
 def _join(values: list[Any]) -> ColumnValue:
     if isinstance(values[0], Ragged):
-        return Ragged.of_lengths(torch.cat([v.values for v in values]), torch.cat([v.lengths for v in values]))
+        return values[0].join(values)
     if isinstance(values[0], Tensor):
         return torch.cat(values)
     return [item for value in values for item in value]
@@ -327,7 +261,11 @@ def _equal(a: Any, b: Any) -> bool:
     if a is b:
         return True
     if isinstance(a, Ragged) and isinstance(b, Ragged):
-        return torch.equal(a.offsets, b.offsets) and torch.equal(a.values, b.values)
+        return a.same_as(b)
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return torch.equal(a, b)
     return type(a) is type(b) and a == b
+
+
+def _batch(columns: dict[str, Any]) -> Batch:
+    return Batch({n: as_tensor(v) if not isinstance(v, Ragged | list) else v for n, v in columns.items()})
