@@ -120,7 +120,7 @@ def policy_loss(
 
 
 def _checked_objective(name: str, settings: Mapping[str, Any]) -> PolicyObjective:
-    """The objective. Its settings are tried on no tokens, so that values that make no sense are found before a run."""
+    """The objective. Its settings are tried on one token, so that values that make no sense are found before a run."""
     objective = find_policy_objective(name)
     for setting in settings:
         if setting not in objective.settings:
@@ -128,8 +128,8 @@ def _checked_objective(name: str, settings: Mapping[str, Any]) -> PolicyObjectiv
             hint = f" Those that have it: {', '.join(having)}." if having else ""
             known = f"It has: {', '.join(objective.settings) or 'none'}."
             raise ValueError(f"The policy objective {name!r} has no setting {setting!r}. {known}{hint}")
-    nothing = torch.zeros(0, 0)
-    objective(nothing, nothing, nothing, nothing.bool(), **settings)
+    one = torch.zeros(1, 1)
+    objective(one, one, one, torch.ones(1, 1, dtype=torch.bool), **settings)
     return objective
 
 

@@ -14,6 +14,8 @@ from torch.testing import assert_close
 
 from podium.algorithms import ADVANTAGE_ESTIMATORS
 from podium.algorithms.advantage_estimators import AdvantageEstimator
+from podium.core.batch import Batch, Ragged
+from podium.workers.advantages import estimate_advantages
 
 # Those of the package itself: other tests register their own while they run.
 NAMES = sorted(name for name, e in ADVANTAGE_ESTIMATORS.items() if e.function.__module__.startswith("podium."))
@@ -251,3 +253,23 @@ def test_a_missing_column_is_named(name: str):
     first = estimator(name).needs[0]
     with pytest.raises(ValueError, match=f"needs the columns .*{first}"):
         estimator(name)(**{column: given[column] for column in estimator(name).needs[1:]})
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_ragged_rows_of_a_batch_give_the_same(name: str):
+    """Through the one carrier, whose token columns have no padding at all: rows are laid end to end."""
+    given = columns(dtype=torch.float32)
+    lengths = torch.tensor([7, 3, 5, 0, 1, 6])
+    names = {"mask": "response_mask", "policy_log_probs": "old_log_probs"}
+    batch = Batch(
+        {
+            names.get(column, column): Ragged.from_padded(value, lengths) if value.dim() == 2 else value
+            for column, value in given.items()
+        }
+    )
+    got = estimate_advantages(batch, estimator=name)
+    # What lies behind a row's end is not in the batch.
+    inside = torch.arange(7) < lengths[:, None]
+    given = {column: value * inside if value.dim() == 2 else value for column, value in given.items()}
+    for column, value in run(name, given).items():
+        assert_close(got.padded(column), value)

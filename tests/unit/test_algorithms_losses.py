@@ -9,13 +9,18 @@ import torch
 from torch.testing import assert_close
 
 from podium.algorithms import (
+    LOSSES,
+    POLICY_LOSSES,
     bradley_terry_loss,
     clipped_policy_loss,
     clipped_value_loss,
     entropy_from_logits,
+    find_policy_objective,
+    loss_builder,
     negative_log_likelihood,
     pairwise_reward_loss,
     policy_loss,
+    policy_objective,
     supervised_loss,
     value_loss,
 )
@@ -216,3 +221,38 @@ def test_the_gradient_step_raises_the_probability_of_good_tokens():
     columns = {"old_log_probs": torch.zeros(2), "advantages": torch.tensor([1.0, -1.0]), "loss_mask": torch.ones(2).bool()}
     policy_loss().function({"log_probs": log_probs}, columns)[0].sum().backward()
     assert log_probs.grad[0] < 0 < log_probs.grad[1]  # descent adds to the first and takes from the second
+
+
+def test_adding_a_policy_objective_with_settings_of_its_own(monkeypatch):
+    monkeypatch.setattr("podium.algorithms.policy_losses.POLICY_LOSSES", {**POLICY_LOSSES})
+
+    @policy_objective("scaled")
+    def scaled(log_probs, old_log_probs, advantages, mask, *, scale=2.0):
+        if scale < 0:
+            raise ValueError(f"scale must not be negative; got {scale}.")
+        return -scale * advantages * log_probs, {"largest": log_probs.detach().max(dim=1, keepdim=True).values}
+
+    assert find_policy_objective("scaled").settings == {"scale": 2.0}
+    columns = {"advantages": torch.tensor([[2.0]]), "loss_mask": torch.ones(1, 1).bool()}
+    value, _ = run(policy_loss(objective="scaled", scale=3.0, one_update=True), {"log_probs": torch.tensor([[-1.0]])}, columns)
+    assert_close(value, torch.tensor([[6.0]]))
+    again = policy_loss(objective="scaled", scale=3.0, one_update=True).otherwise
+    assert again is not None
+    value, _ = run(again, {"log_probs": torch.tensor([[-1.0]])}, {**columns, "old_log_probs": torch.tensor([[-2.0]])})
+    assert_close(value, torch.tensor([[6.0]]))
+    with pytest.raises(ValueError, match="scale must not be negative"):
+        policy_loss(objective="scaled", scale=-1.0)
+    with pytest.raises(
+        ValueError, match=r"'scaled' has no setting 'clip_low'. It has: scale. Those that have it: cispo, clip, gspo"
+    ):
+        policy_loss(objective="scaled", clip_low=0.1)
+    with pytest.raises(ValueError, match="already a policy objective 'scaled'"):
+        policy_objective("scaled")(scaled)
+    with pytest.raises(ValueError, match=r"takes 4 tensors by position.*no default: \['scale'\]"):
+        policy_objective("broken")(lambda log_probs, advantages, *, scale: None)
+
+
+def test_every_builder_has_defaults_and_a_name_of_its_own():
+    assert all(builder().name for builder in LOSSES.values())
+    with pytest.raises(ValueError, match="already a loss 'policy'"):
+        loss_builder("policy")(policy_loss)
