@@ -10,7 +10,7 @@ from pydantic import Field, field_serializer, field_validator, model_validator
 from podium.core.config import Settings
 from podium.core.errors import did_you_mean
 
-Dtype = Literal["float32", "bfloat16", "auto"]
+Dtype = Literal["float32", "bfloat16", "float16", "auto"]
 Reduction = Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"]
 
 
@@ -79,13 +79,15 @@ class ModelSettings(Settings):
     path: str | None = None
     """A Hugging Face folder, a hub name, or a GGUF file."""
     dtype: Dtype = "auto"
-    """Parameters' dtype. `auto`: bfloat16 where the device multiplies it natively, else float32."""
+    """Parameters' dtype. `auto`: bfloat16 where the device multiplies it natively, else float32; `float16` scales its loss."""
     reference_path: str | None = None
     """The reference model; by default the actor's starting weights."""
     critic_path: str | None = None
     """The critic's starting weights; by default the actor's, with a new value head."""
     reward_path: str | None = None
     """A sequence-classification model that scores responses (in addition to `rewards`)."""
+    reward_heads: dict[str, float] = Field(default_factory=dict)
+    """For a reward model with several scores: their names and weights."""
     cost_path: str | None = None
     """A sequence-classification model whose score is a cost (Safe-RLHF; in addition to `costs`)."""
     teacher_path: str | None = None
@@ -162,7 +164,9 @@ class ShapingSettings(Settings):
     """Where the score fails its bound, the whole reward is a floor value."""
 
 
-class RewardSettings(ShapingSettings):
+class SourceSettings(Settings):
+    """A function that scores, and how it is called."""
+
     function: str | Callable[..., Any]
     """`module:function`, `file.py:function`, a built-in (`math_verify`, `code_tests`...), `rules.yaml`, `http://host/path`."""
     name: str | None = None
@@ -178,6 +182,17 @@ class RewardSettings(ShapingSettings):
     def _function_name(self, function: Any) -> str:
         """A function object stands in the resolved settings by its name."""
         return function if isinstance(function, str) else f"{function.__module__}:{function.__qualname__}"
+
+
+class RewardSettings(ShapingSettings, SourceSettings):
+    """A reward source (or a cost's): the function, and how its score enters the sum."""
+
+
+class StepRewardSettings(SourceSettings):
+    """A source of step-wise rewards: `f(prompts, completions, **columns)` gives `((start, end), value)` pairs."""
+
+    unit: Literal["char", "token"] = "char"
+    """What `start` and `end` count: characters of the response's text, or its tokens."""
 
 
 class RolloutSettings(Settings):
@@ -378,6 +393,8 @@ class OnlineSettings(RecipeSettings):
 
     rewards: list[RewardSettings] = Field(default_factory=list)
     """Reward sources, summed by weight."""
+    step_rewards: list[StepRewardSettings] = Field(default_factory=list)
+    """Rewards for parts of a response, at the tokens that complete them."""
     rollout: RolloutSettings = Field(default_factory=RolloutSettings)
     """How responses are sampled."""
     kl: KLSettings = Field(default_factory=KLSettings)

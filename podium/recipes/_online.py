@@ -6,12 +6,14 @@ from typing import Any
 
 from podium.core.errors import ConfigError
 from podium.core.settings import GroupSettings, OnlineSettings, RewardSettings
+from podium.rewards.stepwise import StepwiseRewardInjector
 from podium.stages.advantage import advantage_estimator_of
 from podium.stages.base import Stage
 from podium.stages.policy import GRPOStage
 from podium.stages.reward import RewardStage
 from podium.stages.rollout import RolloutStage
 from podium.stages.sampling import DynamicSamplingStage, GreedyBaselineStage
+from podium.stages.stepwise import StepwiseRewardStage
 from podium.trainer.evaluation import evaluation_stages
 
 
@@ -28,7 +30,23 @@ def reward_stage(settings: OnlineSettings) -> RewardStage:
             where="rewards",
             remedy="add `rewards: [{function: my_file.py:my_reward}]`, a built-in, or model.reward_path",
         )
-    return RewardStage(models=models, functions=[*settings.rewards, *_overlong(settings)])
+    if settings.model.reward_heads and not models:
+        raise ConfigError("heads of no model", where="model.reward_heads", remedy="set model.reward_path")
+    return RewardStage(
+        models=models, functions=[*settings.rewards, *_overlong(settings)], weights=settings.model.reward_heads or None
+    )
+
+
+def step_reward_stages(settings: OnlineSettings) -> list[Stage]:
+    """Step-wise rewards, where the settings have any."""
+    if not settings.step_rewards:
+        return []
+    injectors = []
+    for given in settings.step_rewards:
+        source = RewardSettings(function=given.function, options=given.options)
+        options = given.model_dump(include={"unit", "name", "weight", "on_error"})
+        injectors.append(StepwiseRewardInjector(source, **options))
+    return [StepwiseRewardStage(injectors)]
 
 
 def _overlong(settings: OnlineSettings) -> list[RewardSettings]:
@@ -85,12 +103,14 @@ def group_stages(settings: GroupSettings) -> list[Stage]:
         sampled = [DynamicSamplingStage(rollout, reward, rounds=settings.sampling_rounds)]
     if "baseline_rewards" in estimator.needs:
         sampled.append(GreedyBaselineStage(reward))
-    return [
-        *sampled,
-        GRPOStage(
-            estimator=settings.advantage, kl_place=settings.kl.place, **kl_keywords(settings), **update_keywords(settings)
-        ),
-    ]
+    learn = GRPOStage(
+        estimator=settings.advantage,
+        kl_place=settings.kl.place,
+        use_stepwise_reward=bool(settings.step_rewards),
+        **kl_keywords(settings),
+        **update_keywords(settings),
+    )
+    return [*sampled, *step_reward_stages(settings), learn]
 
 
 # What an estimator reads, and what a run must have for it.

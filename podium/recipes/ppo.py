@@ -8,7 +8,14 @@ from pydantic import Field
 
 from podium.core.errors import ConfigError
 from podium.core.settings import BatchSettings, KLSettings, OnlineSettings, OptimizerSettings
-from podium.recipes._online import kl_keywords, reward_stage, rollout_stage, scored_evaluation, update_keywords
+from podium.recipes._online import (
+    kl_keywords,
+    reward_stage,
+    rollout_stage,
+    scored_evaluation,
+    step_reward_stages,
+    update_keywords,
+)
 from podium.stages.base import Stage
 from podium.stages.policy import PPOStage
 from podium.trainer.recipe import register_recipe
@@ -41,6 +48,7 @@ def ppo_keywords(settings: PPOSettings) -> dict[str, Any]:
             "PPO takes its KL term in the reward", where="kl.place", remedy="set kl.place=reward, or algorithm: grpo"
         )
     return {
+        "use_stepwise_reward": bool(settings.step_rewards),
         "gamma": settings.gamma,
         "gae_lambda": settings.gae_lambda,
         "value_clip": settings.value_clip,
@@ -53,7 +61,8 @@ def ppo_keywords(settings: PPOSettings) -> dict[str, Any]:
 
 def stages(settings: PPOSettings) -> list[Stage]:
     """Rollout, reward, and what PPO makes of them."""
-    return [rollout_stage(settings), reward_stage(settings), PPOStage(**ppo_keywords(settings))]
+    scored = [rollout_stage(settings), reward_stage(settings), *step_reward_stages(settings)]
+    return [*scored, PPOStage(**ppo_keywords(settings))]
 
 
 register_recipe(PPOSettings, "prompts", stages, scored_evaluation, about="clipped policy gradient with a critic")

@@ -6,7 +6,7 @@ from pydantic import Field
 
 from podium.core.errors import ConfigError
 from podium.core.settings import LagrangeSettings, RewardSettings
-from podium.recipes._online import reward_stage, rollout_stage, scored_evaluation
+from podium.recipes._online import reward_stage, rollout_stage, scored_evaluation, step_reward_stages
 from podium.recipes.ppo import PPOSettings, ppo_keywords
 from podium.stages.base import Stage
 from podium.stages.policy import SafeRLHFStage
@@ -41,6 +41,7 @@ def stages(settings: SafeRLHFSettings) -> list[Stage]:
         rollout_stage(settings),
         reward_stage(settings),
         cost_stage(settings),
+        *step_reward_stages(settings),
         SafeRLHFStage(
             cost_threshold=lagrange.threshold,
             multiplier=lagrange.initial,

@@ -13,8 +13,8 @@ class ReferencePointStage(Stage):
     """KTO's reference point z_0 (Ethayarajh et al. 2024, arXiv:2402.01306, sec. 4.1): how far the policy is from the reference
     on responses that do not belong to their prompts.
 
-    Each prompt is paired with the next row's response; the step's mean of the summed log-ratios, not below 0, is the same
-    number for all rows. It is taken once a step, before the update.
+    Each prompt is paired with the response half a step away (neighbours may share their prompt); the step's mean of the summed
+    log-ratios, not below 0, is the same number for all rows. It is taken once a step, before the update.
     """
 
     name = "reference_point"
@@ -23,7 +23,7 @@ class ReferencePointStage(Stage):
     roles = ("actor", "reference")
 
     def run(self, batch: Batch, context: StepContext) -> Batch:
-        shifted = torch.arange(len(batch)).roll(-1)
+        shifted = torch.arange(len(batch)).roll(-(len(batch) // 2))
         others = batch.select("response_ids", "loss_mask").index(shifted)
         mismatched = others.with_columns({"prompt_ids": batch["prompt_ids"]})
         ratios = _log_ratios(mismatched, context)
