@@ -25,12 +25,12 @@ class ModelSource:
 
 
 def model_sources(
-    models: Sequence[Any], family: str, where: str, weights: Weights = None
+    models: Sequence[Any], family: str, where: str, weights: Weights = None, functions: Sequence[str] = ()
 ) -> tuple[dict[str, Any], list[ModelSource]]:
     """Roles (`reward`, `reward_2`, ...) with their models, and the sources in the order of `models`.
 
     Heads of one model (`model.head(name)`) share a role, and so one forward pass. A whole model with several heads stands
-    for all of them where `weights` is a mapping.
+    for all of them where `weights` is a mapping; of a path, what `weights` names besides the `functions` are its heads.
     Raises ConfigError for an entry that is no model, and for several heads that nobody named.
     """
     roles: dict[str, Any] = {}
@@ -46,7 +46,7 @@ def model_sources(
         else:
             role = _new_role(roles, family)
             roles[role] = entry
-            found += [(role, head) for head in _heads_meant(entry, role, len(models), weights, where)]
+            found += [(role, head) for head in _heads_meant(entry, role, len(models), weights, functions, where)]
     heads = [head for _, head in found if head is not None]
     sources = [
         # Two models may have heads of the same name.
@@ -100,7 +100,9 @@ def _role_of(model: Any, roles: Mapping[str, Any]) -> str | None:
     return next((role for role, known in roles.items() if known is model or (path and known == model)), None)
 
 
-def _heads_meant(entry: Any, role: str, models: int, weights: Weights, where: str) -> list[str | None]:
+def _heads_meant(
+    entry: Any, role: str, models: int, weights: Weights, functions: Sequence[str], where: str
+) -> list[str | None]:
     """The heads that a whole model stands for: None for its only one."""
     heads = list(getattr(entry, "head_names", None) or ())
     if len(heads) > 1:
@@ -112,5 +114,6 @@ def _heads_meant(entry: Any, role: str, models: int, weights: Weights, where: st
             remedy=f"name those that count: models=[model.head('{heads[0]}'), ...], or weights={{'{heads[0]}': 1.0, ...}}",
         )
     if isinstance(entry, str | Path) and models == 1 and isinstance(weights, Mapping) and role not in weights:
-        return [*weights]  # what heads a folder has is seen when it is loaded
+        heads = [name for name in weights if name not in functions]  # whether the folder has them is seen when it scores
+        return [*heads] or [None]
     return [None]

@@ -53,8 +53,9 @@ class ScoringStage(Stage):
         shaping: Mapping[str, ShapingSettings | Mapping[str, Any]] | None = None,
     ) -> None:
         where = type(self).__name__
-        self._models, self.sources = model_sources(models, self.family, where, weights)
         self.functions: list[Reward] = load_rewards(functions)
+        called = [f.name for f in self.functions]
+        self._models, self.sources = model_sources(models, self.family, where, weights, called)
         if not self.sources and not self.functions:
             raise ConfigError(f"no {self.family} source", where=where, remedy="set rewards (a function) or model.reward_path")
         self.roles = tuple(self._models)
@@ -66,7 +67,7 @@ class ScoringStage(Stage):
                 where="rewards",
                 remedy="give it another name",
             )
-        self.weights = match_weights(weights, named, [f.name for f in self.functions], where)
+        self.weights = match_weights(weights, named, called, where)
         for function in self.functions:
             function.weight = self.weights.get(function.name, function.weight)
         own = {f.name: getattr(f, "shaping", None) for f in self.functions}

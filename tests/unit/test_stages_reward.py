@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from podium import CostStage, RewardStage
+from podium import (
+    CostStage,
+    PPOStage,
+    RewardStage,
+    RolloutStage,
+    StepwiseRewardInjector,
+    StepwiseRewardStage,
+    Trainer,
+)
 from podium.controller.future import Future
 from podium.core.batch import Batch
 from podium.core.errors import ConfigError, RewardError
@@ -16,7 +25,7 @@ from podium.core.settings import RewardSettings
 from podium.models.heads import RewardModel
 from podium.stages.base import StepContext
 from podium.stages.graph import StageGraph
-from tests.tiny import tiny_model
+from tests.tiny import tiny_model, tiny_tokenizer
 
 BATCH = Batch(
     {
@@ -105,6 +114,8 @@ def test_heads_of_a_folder_are_seen_when_it_scores():
     role = Role(scores_helpful=[1.0, 0.0], scores_honest=[4.0, 8.0])
     with pytest.raises(RewardError, match=r"no head 'honset'\n.*did you mean 'honest'"):
         stage.run(BATCH, context_of(reward=role))
+    both = RewardStage(models=["folder"], functions=[length], weights={"helpful": 1.0, "length": 0.5})
+    assert both.run(BATCH, context_of(reward=role))["rewards"].tolist() == [2.0, 0.5]
     with pytest.raises(RewardError, match="the model has 2 heads: helpful, honest"):
         RewardStage(models=["folder"]).run(BATCH, context_of(reward=role))
 
@@ -182,3 +193,53 @@ def test_scaling_by_group_reads_the_groups():
     assert "group_id" in stage.reads
     assert not stage.comparable
     assert stage.run(BATCH, context_of())["rewards"].tolist() == [1.0, -1.0]
+
+
+# ---------------------------------------------------------------------- in a run
+
+
+def score(prompts, completions, trainer_state):
+    return [float(len(c) % 7) * (1 + trainer_state.global_step) for c in completions]
+
+
+def first_half(completions):
+    return [[((0, (len(c) + 1) // 2), 1.0)] if c else [] for c in completions]
+
+
+def trainer_of(folder, steps):
+    torch.manual_seed(3)  # the reward model's head is drawn
+    stages = [
+        RolloutStage(model=tiny_model(), tokenizer=tiny_tokenizer(), max_length=6),
+        RewardStage(functions=[score], scaling="dynamic"),
+        StepwiseRewardStage([first_half, StepwiseRewardInjector.from_model(RewardModel.from_causal_lm(tiny_model(seed=1)))]),
+        PPOStage(kl_controller="none", use_stepwise_reward=True),
+    ]
+    config = {
+        "model": {"dtype": "float32"},
+        "batch": {"prompts_per_step": 4, "group_size": 2},
+        "optimizer": {"lr": 1e-3},
+        "evaluation": {"every_steps": 2},
+        "checkpoint": {"export": False},
+        "run": {"folder": str(folder), "name": "r", "steps": steps, "trackers": [], "progress": False, "device": "cpu"},
+    }
+    rows = [{"prompt": f"What is {a}?"} for a in range(10)]
+    return Trainer(stages=stages, config=config, data=rows[:8], eval_data=rows[8:])
+
+
+def curve(folder):
+    rows = [json.loads(line) for line in (folder / "r" / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if not k.startswith(("time", "speed"))} for row in rows]
+
+
+def test_a_resumed_run_goes_on_with_its_statistics_bit_for_bit(tmp_path):
+    trainer_of(tmp_path / "whole", 4).train()
+    trainer_of(tmp_path / "parts", 2).train()
+    resumed = trainer_of(tmp_path / "parts", 4)
+    resumed.train(resume=True)
+    whole = curve(tmp_path / "whole")
+    assert curve(tmp_path / "parts") == whole
+    assert whole[-1]["reward/score/shaped"] != whole[-1]["reward/score"]
+    assert whole[-1]["step_rewards/steps"] > 1
+    assert "reward/score/shaped" not in {k.removeprefix("eval/") for k in whole[-1] if k.startswith("eval/")}
+    stage = resumed.graph.stages[1]
+    assert stage.state_dict()["score"]["count"] == 4 * 8  # evaluations taught it nothing
