@@ -29,7 +29,7 @@ from podium.models.rope import scale_rope
 T = TypeVar("T")
 PathLike = str | Path
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 # ------------------------------------------------------------------ dtype
@@ -48,7 +48,7 @@ def native_bfloat16(device: str | torch.device) -> bool:
 
 
 def resolve_dtype(dtype: str | torch.dtype, device: str | torch.device) -> torch.dtype:
-    """`auto`: bf16 where the device multiplies it natively, else fp32; `float32` and `bfloat16` as they say."""
+    """`auto`: bf16 where the device multiplies it natively, else fp32; others as they say."""
     if isinstance(dtype, torch.dtype):
         return dtype
     if dtype == "auto":
@@ -133,7 +133,7 @@ def load_causal_lm(
     """A `transformers` causal LM from a folder, a hub name or a GGUF file, without dropout.
 
     Args:
-        dtype: `auto`, `float32` or `bfloat16` (see `resolve_dtype`).
+        dtype: `auto`, `float32`, `bfloat16` or `float16` (see `resolve_dtype`).
         device: where the parameters go.
         trust_remote_code: run python code that ships with the model.
         quantization: "none"; "4bit" or "8bit" keep the weights of the linear layers so, frozen (see `models.quantization`).

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from podium.core.errors import CheckpointError, ConfigError
 from podium.core.settings import OptimizerSettings
+from podium.engines.train.loss_scale import LossScale
 
 
 def lr_at(settings: OptimizerSettings, update: int, total_updates: int | None) -> float:
@@ -67,6 +68,8 @@ class MasterAdamW:
         self.skipped = 0
         """Updates left out because the gradient was not finite."""
         self._parameters = {name: p for name, p in parameters if p.requires_grad}
+        self.loss_scale = LossScale() if self._scales_loss() else None
+        """The factor on the loss before its backward pass; None where it is 1."""
         self._masters = {name: self._master(p) for name, p in self._parameters.items()}
         matrices = [m for m in self._masters.values() if m.ndim >= 2]
         others = [m for m in self._masters.values() if m.ndim < 2]
@@ -78,6 +81,13 @@ class MasterAdamW:
             eps=settings.eps,
             fused=True,
         )
+
+    def _scales_loss(self) -> bool:
+        return any(p.dtype == torch.float16 for p in self._parameters.values())
+
+    def backward(self, loss: Tensor) -> None:
+        """The loss's backward pass, scaled where the dtype needs it."""
+        (loss if self.loss_scale is None else loss * self.loss_scale.value).backward()  # type: ignore[no-untyped-call]
 
     def _master(self, parameter: nn.Parameter) -> Tensor:
         if parameter.dtype == torch.float32:
@@ -114,12 +124,16 @@ class MasterAdamW:
         With a gradient that is not finite nothing is changed and the step is counted in `skipped`.
         """
         lr = self.lr
-        grads = [master.grad for master in self._masters.values() if master.grad is not None]
-        norm = float(nn.utils.get_total_norm(grads)) if grads else 0.0
+        scale = 1.0 if self.loss_scale is None else self.loss_scale.value
+        norm = self._collect() / scale
         applied = math.isfinite(norm)
         if applied:
+            factor = 1.0 / scale
             if norm > self.settings.max_grad_norm:
-                torch._foreach_mul_(grads, self.settings.max_grad_norm / (norm + 1e-6))
+                factor *= self.settings.max_grad_norm / (norm + 1e-6)
+            grads = [master.grad for master in self._masters.values() if master.grad is not None]
+            if factor != 1.0 and grads:
+                torch._foreach_mul_(grads, factor)
             for group in self._adamw.param_groups:
                 group["lr"] = lr
             self._align()
@@ -128,8 +142,15 @@ class MasterAdamW:
             self.updates += 1
         else:
             self.skipped += 1
+        if self.loss_scale is not None:
+            self.loss_scale.update(applied)
         self.zero_grad()
         return StepReport(norm, lr, applied)
+
+    def _collect(self) -> float:
+        """Brings the masters' gradients together; returns their norm."""
+        grads = [master.grad for master in self._masters.values() if master.grad is not None]
+        return float(nn.utils.get_total_norm(grads)) if grads else 0.0
 
     def _align(self) -> None:
         """Gradients and moments in their master's memory order: the fused kernel goes through all of them as they lie, and
@@ -156,6 +177,7 @@ class MasterAdamW:
             "skipped": self.skipped,
             "masters": {n: m.detach() for n, m in self._masters.items() if m is not self._parameters[n]},
             "moments": {n: dict(self._adamw.state[m]) for n, m in self._masters.items() if m in self._adamw.state},
+            **({"loss_scale": self.loss_scale.state_dict()} if self.loss_scale else {}),
         }
 
     @torch.no_grad()
@@ -168,6 +190,8 @@ class MasterAdamW:
                 remedy="resume with the model that the checkpoint was written for",
             )
         self.updates, self.skipped = state["updates"], state["skipped"]
+        if self.loss_scale and "loss_scale" in state:
+            self.loss_scale.load_state_dict(state["loss_scale"])
         for name, value in state["masters"].items():
             self._masters[name].copy_(value)
         self._adamw.state.clear()

@@ -198,7 +198,8 @@ class SingleDeviceEngine:
             )
         # Entries outside the mask are left out, not multiplied by 0: they may hold anything.
         total = (columns[weights_name] * per_entry).masked_fill(~mask, 0.0).sum()
-        total.backward()
+        assert self._optimizer is not None
+        self._optimizer.backward(total)
         sums.add("loss", total.detach())
         for name, value in metrics.items():
             sums.add(name, value.detach().masked_fill(~mask, 0.0).sum())
