@@ -23,6 +23,7 @@ from podium.rewards.base import OnError, SampleFailure, Scored, collect, respons
 
 LARGEST_REPLY = 16 * 2**20
 """Bytes; a longer reply is refused."""
+_LARGEST = torch.finfo(torch.float32).max
 _SHOWN = 120
 
 
@@ -79,7 +80,7 @@ class HttpReward:
         self._sent = None if columns is None else tuple(columns)
         self.columns = self._sent or ()
         self.shaping: ShapingSettings | None = None
-        self._headers = {"Content-Type": "application/json", **(headers or {}), **self._token(token_env)}
+        self._headers = {"Content-Type": "application/json", **self._checked_headers(headers), **self._token(token_env)}
 
     def __call__(self, batch: Batch) -> Scored:
         """Raises RewardError (url, tries, sample) where a response got no score, or counts it as failed."""
@@ -177,8 +178,7 @@ class HttpReward:
         return [self._checked(score, tries) for score in scores]
 
     def _checked(self, score: Any, tries: int) -> Any:
-        number = isinstance(score, int | float) and not isinstance(score, bool)
-        if score is None or (number and torch.isfinite(torch.tensor(float(score)))):
+        if score is None or (isinstance(score, int | float) and not isinstance(score, bool) and abs(score) < _LARGEST):
             return score
         return SampleFailure(f"{self.url} gave {str(score)[:_SHOWN]!r} (try {tries}), not a finite number")
 
@@ -193,13 +193,20 @@ class HttpReward:
             what = f"timeout={self.timeout}, backoff={self.backoff}: seconds, timeout above 0"
             raise ConfigError(what, where=f"reward '{self.name}'")
 
+    def _checked_headers(self, headers: Mapping[str, str] | None) -> dict[str, str]:
+        for name, value in (headers or {}).items():
+            if not isinstance(value, str) or "\n" in value or "\r" in value:
+                raise ConfigError(f"the header '{name}' is no line of text", where=f"reward '{self.name}'")
+        return dict(headers or {})
+
     def _token(self, variable: str | None) -> dict[str, str]:
         if variable is None:
             return {}
-        if not os.environ.get(variable):
+        token = os.environ.get(variable, "").strip()
+        if not token:
             what = f"the environment variable {variable} (options.token_env) is not set"
             raise ConfigError(what, where=f"reward '{self.name}'", remedy=f"export {variable}=...")
-        return {"Authorization": f"Bearer {os.environ[variable]}"}
+        return {"Authorization": f"Bearer {token}"}
 
 
 def _parts(url: str) -> tuple[str, str, int, str]:

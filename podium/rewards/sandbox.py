@@ -118,10 +118,11 @@ def _wait(process: subprocess.Popen[bytes], seconds: float) -> bool:
     timer = threading.Timer(seconds, end)
     timer.start()
     try:
-        process.wait()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     finally:
         timer.cancel()
-        _kill(process)
+        timer.join()
+        _kill(process)  # before it is reaped: until then no other group can have its number
         process.wait()
     return late.is_set()
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from podium.core.errors import ConfigError, RewardError, did_you_mean
+from podium.core.errors import CheckpointError, ConfigError, RewardError, did_you_mean
 from podium.core.metrics import Metrics
 from podium.core.settings import ShapingSettings
 
@@ -139,6 +139,13 @@ class Shaper:
         return {name: asdict(moments) for name, moments in self.moments.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Puts back what `state_dict` gave. Raises CheckpointError where other sources were scaled then."""
+        if set(state) != set(self.moments):
+            raise CheckpointError(
+                f"scaled by running statistics were {sorted(state) or 'none'}, now are {sorted(self.moments) or 'none'}",
+                where="rewards",
+                remedy="resume with the same sources and scaling",
+            )
         for name in self.moments:
             self.moments[name] = Moments(**state[name])
 

@@ -19,7 +19,7 @@ from podium.rewards.base import REMEDY, OnError, TrainerState, sample
 from podium.rewards.loading import load_reward
 from podium.rewards.model import head_column
 from podium.rewards.sources import is_head
-from podium.rewards.token_spans import completing_tokens
+from podium.rewards.token_spans import completing_tokens, tokens_left_out
 
 Unit = Literal["char", "token"]
 
@@ -155,6 +155,7 @@ class _Placing:
         self.failed: list[tuple[int, str]] = []
         self.steps = 0
         self._maps: dict[int, list[int]] = {}
+        self._left_out: set[int] = set()
 
     def add(self, row: int, answer: Any) -> None:
         """One response's list of (span, value); a mistake in it is an error, or the row counts as failed."""
@@ -187,7 +188,8 @@ class _Placing:
     def token_of(self, row: int, start: int, end: int) -> int:
         """The token that completes the characters start..end of a response."""
         if row not in self._maps:
-            text, self._maps[row] = completing_tokens(self.rows[row], self.tokenizer)
+            self._left_out = self._left_out or tokens_left_out(self.tokenizer)
+            text, self._maps[row] = completing_tokens(self.rows[row], self.tokenizer, self._left_out)
             if text != self.batch["response"][row]:
                 raise RewardError(
                     "the response's tokens decode to another text than its column 'response' has",

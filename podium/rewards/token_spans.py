@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 UNREADABLE = "\ufffd"
 """What a decoder writes for bytes that are no character, or not yet one."""
 
 
-def completing_tokens(ids: Sequence[int], tokenizer: Any) -> tuple[str, list[int]]:
+def completing_tokens(ids: Sequence[int], tokenizer: Any, left_out: Collection[int]) -> tuple[str, list[int]]:
     """The text of the tokens (special ones left out), and for each character the last token that overlaps it.
 
     A character whose bytes are spread over tokens belongs to the last of them; special tokens inside the response hold no
     character. Tokens are decoded in small windows, each after the tokens before it (a token's text depends on them); a
     tokenizer for which the windows do not add up to the whole text is decoded prefix by prefix, which is slower.
+
+    Args:
+        left_out: ids that `skip_special_tokens` drops (`tokens_left_out`).
     """
-    skipped = _left_out(tokenizer)
-    kept = [i for i, token in enumerate(ids) if token not in skipped]
+    kept = [i for i, token in enumerate(ids) if token not in left_out]
     shown = [ids[i] for i in kept]
 
     def decode(start: int, end: int) -> str:
@@ -31,7 +33,7 @@ def completing_tokens(ids: Sequence[int], tokenizer: Any) -> tuple[str, list[int
     return text, [kept[i] for i in found[1]]
 
 
-def _left_out(tokenizer: Any) -> set[int]:
+def tokens_left_out(tokenizer: Any) -> set[int]:
     """Ids of tokens that `skip_special_tokens` drops: not only those with a role (pad, eos)."""
     added = {*getattr(tokenizer, "added_tokens_decoder", {}), *tokenizer.all_special_ids}
     return {token for token in added if tokenizer.decode([token], skip_special_tokens=True) == ""}

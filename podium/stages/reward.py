@@ -57,14 +57,15 @@ class ScoringStage(Stage):
         called = [f.name for f in self.functions]
         self._models, self.sources = model_sources(models, self.family, where, weights, called)
         if not self.sources and not self.functions:
-            raise ConfigError(f"no {self.family} source", where=where, remedy="set rewards (a function) or model.reward_path")
+            remedy = f"set {self.family}s (a function) or model.{self.family}_path"
+            raise ConfigError(f"no {self.family} source", where=where, remedy=remedy)
         self.roles = tuple(self._models)
         named = [source.name for source in self.sources]
         taken = [f.name for f in self.functions if f.name in (*named, *self.roles)]
         if taken:
             raise ConfigError(
                 f"a {self.family} function is called '{taken[0]}', as a {self.family} model's role or head is",
-                where="rewards",
+                where=f"{self.family}s",
                 remedy="give it another name",
             )
         self.weights = match_weights(weights, named, called, where)

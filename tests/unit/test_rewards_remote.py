@@ -159,6 +159,7 @@ def drip(call, number, handler):
         (lambda *_: (200, {"scores": ["high", 1]}), 1, r"gave 'high' \(try 1\), not a finite number"),
         (lambda *_: (200, {"scores": [True, 1]}), 1, "gave 'True'"),
         (lambda *_: (200, b'{"scores": [1e999, 1]}'), 1, "gave 'inf'"),
+        (lambda *_: (200, {"scores": [10**400, 1]}), 1, "gave '1000"),
     ],
 )
 def test_garbage_and_silence(serve, answer, calls, message):
@@ -210,6 +211,7 @@ def test_the_probe_sends_nothing(serve):
         ("http://me:pw@h/", {}, r"has a user name in it[\s\S]*token_env"),
         ("http://h/", {"batch_size": 0}, "batch_size=0"),
         ("http://h/", {"timeout": 0}, "timeout=0"),
+        ("http://h/", {"headers": {"X-A": "b\nc"}}, "the header 'X-A' is no line of text"),
         ("http://h/", {"token_env": "NOT_SET_ANYWHERE"}, r"variable NOT_SET_ANYWHERE .*is not set"),
         ("http://h/", {"time_out": 3}, r"unknown option 'time_out'[\s\S]*did you mean 'timeout'"),
     ],

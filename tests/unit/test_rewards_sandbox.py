@@ -215,7 +215,9 @@ def test_forms_of_tests():
     assert read_tests('["assert a", "assert b"]') == (["assert a", "assert b"], [])
     assert read_tests("assert a\nassert b") == (["assert a\nassert b"], [])
     assert read_tests({"inputs": [["1", "2"]], "outputs": ["3"]}) == ([], [Pair("1\n2", "3")])
-    for wrong in ([], None, 5, {"inputs": [1], "outputs": []}, ["assert a", {"input": 1, "output": 2}], [{"input": 1}]):
+    lists = [[], ["assert a", {"input": 1, "output": 2}], [{"input": 1}]]
+    mappings = [{"inputs": [1], "outputs": []}, {"fn_name": "f", "inputs": [1], "outputs": [1]}]
+    for wrong in (*lists, *mappings, None, 5):
         with pytest.raises(ValueError, match="tests"):
             read_tests(wrong)
     assert last_block("```py\na\n```\n```\nb\n```") == "a\n"

@@ -9,7 +9,7 @@ import torch
 
 from podium.core.batch import Batch
 from podium.core.config import parse
-from podium.core.errors import ConfigError, RewardError
+from podium.core.errors import CheckpointError, ConfigError, RewardError
 from podium.core.settings import RewardSettings, ShapingSettings
 from podium.rewards.fusion import fuse
 from podium.rewards.loading import load_rewards
@@ -80,6 +80,12 @@ def test_a_restored_shaper_goes_on_bit_for_bit():
     second = Shaper(settings)
     second.load_state_dict(first.state_dict())
     assert all(torch.equal(second({"a": s}, {"a": 0.3})[0], e) for s, e in zip(steps[3:], expected[3:], strict=True))
+
+
+def test_a_resume_with_another_scaling():
+    saved = Shaper({"a": ShapingSettings(normalize="running")}).state_dict()
+    with pytest.raises(CheckpointError, match=r"were \['a'\], now are none"):
+        Shaper({"a": ShapingSettings()}).load_state_dict(saved)
 
 
 def test_clipping_comes_after_normalising():

@@ -17,13 +17,18 @@ from podium.core.batch import Batch
 from podium.core.errors import ConfigError, RewardError
 from podium.models.heads import RewardModel
 from podium.rewards.stepwise import steps_of
-from podium.rewards.token_spans import completing_tokens
+from podium.rewards.token_spans import completing_tokens as completing
+from podium.rewards.token_spans import tokens_left_out
 from podium.stages.base import StepContext
 from podium.stages.graph import StageGraph
 from tests.tiny import BOS_ID, EOS_ID, tiny_model, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
 SPECIAL_IDS = set(TOKENIZER.all_special_ids)
+
+
+def completing_tokens(ids, tokenizer):
+    return completing(ids, tokenizer, tokens_left_out(tokenizer))
 
 
 def batch_of(*rows, **columns) -> Batch:

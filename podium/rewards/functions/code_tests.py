@@ -137,6 +137,8 @@ def read_tests(tests: Any) -> tuple[list[str], list[Pair]]:
         except ValueError:
             tests = [tests]  # one assert, or several lines of them
     if isinstance(tests, Mapping):
+        if odd := sorted(set(tests) - {"inputs", "outputs"}):
+            raise ValueError(f"tests with the keys {', '.join(map(str, odd))} are of a form that is not known")
         inputs, outputs = tests.get("inputs"), tests.get("outputs")
         if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
             raise ValueError('a mapping of tests needs "inputs" and "outputs", lists of one length')
