@@ -39,7 +39,8 @@ def moved_parameters(before: dict[str, Place], now: dict[str, Place]) -> list[st
 def digest(tensors: Mapping[str, Tensor]) -> str:
     """What tells these tensors from others: names, shapes, dtypes and every byte."""
     made = hashlib.blake2b(digest_size=16)
-    for name, tensor in sorted(tensors.items()):
+    for name in sorted(tensors):
+        tensor = tensors[name]  # one at a time: a mapping may gather them as they are read
         made.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
         made.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return made.hexdigest()

@@ -156,7 +156,7 @@ class SingleDeviceEngine:
     def _run(self, part: Batch, outputs: Sequence[str]) -> dict[str, Tensor]:
         """The model over one micro-batch: from a packed row, or (a class of the user's own) from the rows as they are."""
         by_rows = getattr(self.model, "compute_batch", None)
-        return by_rows(part, outputs) if by_rows is not None else self.model.compute(_packed(part), outputs)
+        return by_rows(part, outputs) if by_rows is not None else self.model.compute(packed_row(part), outputs)
 
     def _loss_of(
         self, loss: Loss, columns: dict[str, Tensor], outputs: Callable[[], dict[str, Tensor]]
@@ -225,26 +225,29 @@ class SingleDeviceEngine:
         Raises CheckpointError where the state is another model's, or belongs to other frozen weights.
         """
         mine, theirs = self._own_tensors(), state["model"]
-        odd = sorted(set(mine) ^ set(theirs)) or sorted(n for n in mine if mine[n].shape != theirs[n].shape)
-        if odd:
-            raise CheckpointError(
-                f"the checkpoint's weights do not fit this model: {', '.join(odd[:3])}",
-                remedy="resume with the model that the checkpoint was written for",
-            )
-        if state.get("frozen") != self._frozen_digest:
-            raise CheckpointError(
-                "the weights that do not train (the base under the adapter) are not those of the run that is resumed",
-                remedy="resume with the base model that the checkpoint was written for",
-            )
+        self._check_fits(mine, theirs, state.get("frozen"))
         for name, tensor in mine.items():
             tensor.copy_(theirs[name])
         self.policy_version = state["policy_version"]
         if self._optimizer and state["optimizer"]:
             self._optimizer.load_state_dict(state["optimizer"])
 
+    def _check_fits(self, mine: dict[str, Tensor], theirs: dict[str, Tensor], frozen: str | None) -> None:
+        odd = sorted(set(mine) ^ set(theirs)) or sorted(n for n in mine if mine[n].shape != theirs[n].shape)
+        if odd:
+            raise CheckpointError(
+                f"the checkpoint's weights do not fit this model: {', '.join(odd[:3])}",
+                remedy="resume with the model that the checkpoint was written for",
+            )
+        if frozen != self._frozen_digest:
+            raise CheckpointError(
+                "the weights that do not train (the base under the adapter) are not those of the run that is resumed",
+                remedy="resume with the base model that the checkpoint was written for",
+            )
+
     def _own_tensors(self) -> dict[str, Tensor]:
         """What a checkpoint holds of the model."""
-        tensors = _tensors(self.model)
+        tensors = own_tensors(self.model)
         trained = self._trained
         return tensors if trained is None else {name: tensor for name, tensor in tensors.items() if name in trained}
 
@@ -261,7 +264,7 @@ class SingleDeviceEngine:
         trained = self._trained
         if trained is None:
             return None
-        return digest({name: tensor for name, tensor in _tensors(self.model).items() if name not in trained})
+        return digest({name: tensor for name, tensor in own_tensors(self.model).items() if name not in trained})
 
     def save_pretrained(self, folder: str, tokenizer: Any = None) -> None:
         """Writes the model as a Hugging Face folder."""
@@ -288,11 +291,11 @@ def _tokens(batch: Batch) -> Tensor:
     return prompts + batch.lengths("response")
 
 
-def _packed(batch: Batch) -> Packed:
+def packed_row(batch: Batch) -> Packed:
     return pack(batch.select("prompt_ids", "response_ids"))
 
 
-def _tensors(model: nn.Module) -> dict[str, Tensor]:
+def own_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Parameters (tied ones once) and persistent buffers, by name."""
     parameters = dict(model.named_parameters())
     every = {name for name, _ in model.named_parameters(remove_duplicate=False)}

@@ -1,0 +1,68 @@
+"""Runs a function on several processes with gloo, on this machine."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from podium.core.ranks import Ranks, WorkerContext
+
+
+def on_ranks(function: Callable[..., Any], ranks: int, *args: Any, timeout: float = 120.0) -> list[Any]:
+    """`function(rank, *args)` on every rank of a process group; what each returned.
+
+    The functions and arguments must be picklable (module level). Raises RuntimeError with a rank's traceback.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        spawned = mp.get_context("spawn")
+        workers = [
+            spawned.Process(target=_main, args=(function, rank, ranks, folder, args), daemon=True) for rank in range(ranks)
+        ]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join(timeout)
+        for worker in workers:
+            if worker.is_alive():
+                worker.terminate()
+        results = [_read(Path(folder) / str(rank)) for rank in range(ranks)]
+        failed = [f"rank {rank}:\n{error}" for rank, (error, _) in enumerate(results) if error]
+        if failed:
+            raise RuntimeError("\n".join(failed))
+        return [value for _, value in results]
+
+
+def _read(path: Path) -> tuple[str | None, Any]:
+    return pickle.loads(path.read_bytes()) if path.exists() else ("ended without a result (or hung)", None)
+
+
+def _main(function: Callable[..., Any], rank: int, ranks: int, folder: str, args: tuple[Any, ...]) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    error, value = None, None
+    try:
+        store = dist.FileStore(f"{folder}/store", ranks)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+        value = function(rank, *args)
+        dist.barrier()
+    except BaseException:
+        error = traceback.format_exc()
+    part = Path(folder) / f"{rank}.part"
+    part.write_bytes(pickle.dumps((error, value)))
+    part.rename(Path(folder) / str(rank))
+    if error is None:
+        dist.destroy_process_group()
+    os._exit(0)
+
+
+def context_of(rank: int, **sizes: int) -> WorkerContext:
+    return WorkerContext("actor", rank, Ranks(**sizes))
