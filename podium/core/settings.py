@@ -399,10 +399,10 @@ class OnlineSettings(RecipeSettings):
     """How responses are sampled."""
     kl: KLSettings = Field(default_factory=KLSettings)
     """The KL term against the reference."""
-    clip_low: float = Field(default=0.2, gt=0, le=1)
-    """The ratio is clipped below 1 - clip_low."""
-    clip_high: float = Field(default=0.2, gt=0)
-    """The ratio is clipped above 1 + clip_high."""
+    clip_low: float | None = Field(default=None, gt=0, le=1)
+    """The ratio is clipped below 1 - clip_low; by default the policy loss's own (`clip`: 0.2)."""
+    clip_high: float | None = Field(default=None, gt=0)
+    """The ratio is clipped above 1 + clip_high; by default the policy loss's own (`clip`: 0.2)."""
     dual_clip: float | None = Field(default=None, gt=1)
     """Lower bound on the objective for negative advantages (Ye et al. 2020); None: off."""
     policy_loss: str = "clip"

@@ -13,9 +13,9 @@ class CISPOSettings(GroupSettings):
     algorithm: str = "cispo"
     policy_loss: str = "cispo"
     """A registered policy loss."""
-    clip_low: float = Field(default=1.0, gt=0, le=1)
+    clip_low: float | None = Field(default=1.0, gt=0, le=1)
     """Weights are clipped below 1 - clip_low; 1: not at all."""
-    clip_high: float = Field(default=4.0, gt=0)
+    clip_high: float | None = Field(default=4.0, gt=0)
     """Weights are clipped above 1 + clip_high."""
 
 

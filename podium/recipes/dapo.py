@@ -11,7 +11,7 @@ from podium.trainer.recipe import register_recipe
 
 class DAPOSettings(GroupSettings):
     algorithm: str = "dapo"
-    clip_high: float = Field(default=0.28, gt=0)
+    clip_high: float | None = Field(default=0.28, gt=0)
     """The ratio is clipped above 1 + clip_high."""
     sampling_rounds: int = Field(default=4, ge=0)
     """Dynamic sampling: groups whose rewards are all equal are replaced, in up to so many rollouts a step. 0: off."""

@@ -13,9 +13,9 @@ class GSPOSettings(GroupSettings):
     algorithm: str = "gspo"
     policy_loss: str = "gspo"
     """A registered policy loss."""
-    clip_low: float = Field(default=3e-4, gt=0, le=1)
+    clip_low: float | None = Field(default=3e-4, gt=0, le=1)
     """The sequence's ratio (a geometric mean over its tokens) is clipped below 1 - clip_low."""
-    clip_high: float = Field(default=4e-4, gt=0)
+    clip_high: float | None = Field(default=4e-4, gt=0)
     """The sequence's ratio is clipped above 1 + clip_high."""
     loss_reduction: Reduction = "sequence_mean_token_mean"
     """How token losses become one number."""

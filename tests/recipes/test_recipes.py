@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import signal
 
 import pytest
@@ -126,6 +127,20 @@ def test_one_update_gives_the_gradient_of_the_old_log_prob_pass(model_folder, tm
         runs.append(numbers(made.train().run_folder))
     for a, b in zip(runs[0][1:], runs[1][1:], strict=True):
         assert a["actor/grad_norm"] == pytest.approx(b["actor/grad_norm"], rel=1e-5)
+
+
+@pytest.mark.parametrize("algorithm", ["dpo", "online_dpo"])
+def test_the_first_loss_of_dpo_is_ln_2(algorithm, model_folder, tmp_path):
+    first = numbers(trainer(algorithm, model_folder, tmp_path).train().run_folder)[1]
+    assert first["actor/loss"] == pytest.approx(math.log(2), abs=1e-5)
+
+
+@pytest.mark.parametrize("algorithm", GROUPS + ALONE)
+def test_the_ratio_of_a_single_update_is_one_and_nothing_is_clipped(algorithm, model_folder, tmp_path):
+    for row in numbers(trainer(algorithm, model_folder, tmp_path).train().run_folder)[1:]:
+        if "actor/ratio" in row:  # online DPO has none
+            assert row["actor/ratio"] == 1.0
+        assert row.get("actor/clip_fraction", 0.0) == 0.0
 
 
 def test_ctrl_c_saves_and_the_run_goes_on_to_the_same_numbers(model_folder, tmp_path):
