@@ -1,32 +1,51 @@
 """How a method's arguments reach the workers of a role, and how their results come back.
 
-A worker's method says its protocol with `@dispatch("rows")`; the worker does not know who calls it. Users add their own
-with `@PROTOCOLS.register("name")` on a `Protocol`.
+A worker's method says its protocol with `@dispatch("rows")`; the worker does not know who calls it. A protocol is a function
+of a call's arguments and the role's ranks; users add their own with `@PROTOCOLS.register("name")`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import torch
+
 from podium.core.batch import Batch, resolve
+from podium.core.errors import BatchError, WorkerError
 from podium.core.metrics import Metrics
+from podium.core.ranks import Ranks
 from podium.core.registry import Registry
+from podium.core.shares import Share, costs_of, cut, restore, size_of, take
 
 F = TypeVar("F", bound=Callable[..., Any])
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Protocol:
-    """`split(args, kwargs, workers)` gives one call per worker; `collect(results)` makes them one."""
+class Plan:
+    """One call of a role's method, laid out for its workers.
 
-    split: Callable[[tuple[Any, ...], dict[str, Any], int], list[Call]]
+    Attributes:
+        calls: (args, kwargs) of the first workers, in rank order; the others are not called.
+        collect: makes the results of the `wanted` ranks, in that order, into one.
+        wanted: ranks whose results are read; None: those of all that were called. What the others return stays where it is.
+    """
+
+    calls: Sequence[Call]
     collect: Callable[[list[Any]], Any]
+    wanted: tuple[int, ...] | None = None
+
+    @property
+    def read(self) -> tuple[int, ...]:
+        """The ranks whose results are read."""
+        return tuple(range(len(self.calls))) if self.wanted is None else self.wanted
 
 
-PROTOCOLS: Registry[Protocol] = Registry("dispatch protocol")
+Dispatch = Callable[[tuple[Any, ...], dict[str, Any], Ranks], Plan]
+PROTOCOLS: Registry[Dispatch] = Registry("dispatch protocol")
 
 
 def dispatch(protocol: str) -> Callable[[F], F]:
@@ -44,48 +63,133 @@ def protocol_of(method: Any) -> str | None:
     return getattr(method, "__podium_dispatch__", None)
 
 
-def _to_all(args: tuple[Any, ...], kwargs: dict[str, Any], workers: int) -> list[Call]:
-    return [(args, kwargs)] * workers
+def resolve_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    """Arguments that are futures of other roles' calls become what they hold."""
+    return tuple(resolve(a) for a in args), {k: resolve(v) for k, v in kwargs.items()}
 
 
-def _to_first(args: tuple[Any, ...], kwargs: dict[str, Any], workers: int) -> list[Call]:
-    return [(args, kwargs)]
+# ---------------------------------------------------------------------- without rows
 
 
-def _rows(args: tuple[Any, ...], kwargs: dict[str, Any], workers: int) -> list[Call]:
-    """Every batch among the arguments is cut into consecutive parts, one a worker; the rest goes to all."""
+@PROTOCOLS.register("broadcast")
+def broadcast(args: tuple[Any, ...], kwargs: dict[str, Any], ranks: Ranks) -> Plan:
+    """All workers do the same; the first one's result is taken."""
+    return Plan([(args, kwargs)] * ranks.workers, _first, (0,))
 
-    def share(value: Any, rank: int) -> Any:
-        if not isinstance(value, Batch) or workers == 1:
-            return value
-        base, extra = divmod(len(value), workers)
-        return value.split([base + (r < extra) for r in range(workers)])[rank]
 
-    return [(tuple(share(a, r) for a in args), {k: share(v, r) for k, v in kwargs.items()}) for r in range(workers)]
+@PROTOCOLS.register("gather")
+def gather(args: tuple[Any, ...], kwargs: dict[str, Any], ranks: Ranks) -> Plan:
+    """All workers do the same; the result is a list, one entry a worker."""
+    return Plan([(args, kwargs)] * ranks.workers, list)
+
+
+@PROTOCOLS.register("first")
+def first(args: tuple[Any, ...], kwargs: dict[str, Any], ranks: Ranks) -> Plan:
+    """Rank 0 alone is called. Not for a method in which workers talk to each other."""
+    return Plan([(args, kwargs)], _first)
+
+
+@PROTOCOLS.register("each")
+def each(args: tuple[Any, ...], kwargs: dict[str, Any], ranks: Ranks) -> Plan:
+    """Every argument is a list with one entry a worker, in rank order; so is the result."""
+    odd = [len(value) for value in (*args, *kwargs.values()) if len(value) != ranks.workers]
+    if odd:
+        raise WorkerError(
+            f"an argument has {odd[0]} entries, and the role has {ranks.workers} workers",
+            where="dispatch 'each'",
+            remedy="give a list with one entry a worker",
+        )
+    calls = [(tuple(a[r] for a in args), {k: v[r] for k, v in kwargs.items()}) for r in range(ranks.workers)]
+    return Plan(calls, list)
 
 
 def _first(results: list[Any]) -> Any:
     return results[0]
 
 
+# ---------------------------------------------------------------------- by rows
+
+
+@PROTOCOLS.register("rows")
+def rows(args: tuple[Any, ...], kwargs: dict[str, Any], ranks: Ranks) -> Plan:
+    """Every batch among the arguments is cut into shares of about equal tokens, one a data rank; the rest goes to all.
+
+    Workers of one data rank get the same rows, and the first of them gives the result. Batches must come back with the rows
+    that they got, and are put back into the order of the whole; metrics are added up; anything else comes as a list.
+    """
+    return _by_rows(args, kwargs, ranks, _repeats_nothing)
+
+
+@PROTOCOLS.register("prompts")
+def prompts(args: tuple[Any, ...], kwargs: dict[str, Any], ranks: Ranks) -> Plan:
+    """As `rows`, for a method that answers each row `group_size` times: rows are numbered before they are cut."""
+    args = tuple(number_prompts(a) if isinstance(a, Batch) else a for a in args)
+    kwargs = {k: number_prompts(v) if isinstance(v, Batch) else v for k, v in kwargs.items()}
+    return _by_rows(args, kwargs, ranks, lambda: int(kwargs.get("group_size", 1)))
+
+
+def number_prompts(batch: Batch) -> Batch:
+    """Adds `group_id`, and `occurrence`: how often the data's row came before in this batch.
+
+    With them a worker that gets some of the rows gives every sample the group and the seed that it has in the whole.
+    """
+    if "occurrence" in batch:
+        return batch
+    numbers = torch.arange(len(batch))
+    seen: Counter[int] = Counter()
+    occurrence = []
+    for row in batch["row_index"].tolist() if "row_index" in batch else numbers.tolist():
+        occurrence.append(seen[row])
+        seen[row] += 1
+    return batch.with_columns({"group_id": numbers, "occurrence": occurrence})
+
+
+def _by_rows(args: tuple[Any, ...], kwargs: dict[str, Any], ranks: Ranks, copies: Callable[[], int]) -> Plan:
+    batches = [value for value in (*args, *kwargs.values()) if isinstance(value, Batch)]
+    sizes = {len(batch) for batch in batches}
+    if len(sizes) > 1:
+        raise BatchError(f"the batches of one call have {sorted(sizes)} rows", where="dispatch by rows")
+    total = sizes.pop() if sizes else 0
+    shares: list[Share] = cut(costs_of(batches[0]), ranks.data_size) if batches else [slice(0, 0)] * ranks.data_size
+    taken = [[take(batch, share) for share in shares] for batch in batches]
+
+    def share_of(data_rank: int) -> Call:
+        parts = iter(taken)
+        given = tuple(next(parts)[data_rank] if isinstance(a, Batch) else a for a in args)
+        return given, {k: next(parts)[data_rank] if isinstance(v, Batch) else v for k, v in kwargs.items()}
+
+    calls = [share_of(ranks.data_rank(rank)) for rank in range(ranks.workers)]
+    leaders = tuple(rank for rank in range(ranks.workers) if ranks.leads(rank))
+
+    def collect(results: list[Any]) -> Any:
+        if not batches or not isinstance(results[0], Batch):
+            return merge_results(results)
+        _check_lengths(results, shares, copies(), leaders)
+        return results[0] if total == 0 else restore(results, shares, copies())
+
+    return Plan(calls, collect, leaders)
+
+
+def _repeats_nothing() -> int:
+    return 1
+
+
+def _check_lengths(results: Sequence[Any], shares: Sequence[Share], copies: int, leaders: Sequence[int]) -> None:
+    for rank, result, share in zip(leaders, results, shares, strict=True):
+        wanted = size_of(share) * copies
+        if wanted and len(result) != wanted:
+            raise WorkerError(
+                f"rank {rank} was given {size_of(share)} rows and returned {len(result)}, not {wanted}",
+                where="dispatch by rows",
+                remedy="return one row for each (all workers of a role the same way), or use another protocol",
+            )
+
+
 def merge_results(results: list[Any]) -> Any:
-    """Batches are concatenated in rank order, metrics added up; anything else comes as a list, one entry a worker."""
-    if isinstance(results[0], Batch):
-        return results[0] if len(results) == 1 else Batch.concatenate(results)
+    """Metrics added up; anything else as it came, one entry a worker; a single one for itself."""
     if isinstance(results[0], Metrics):
         total = Metrics()
         for result in results:
             total.merge(result)
         return total
-    return results
-
-
-PROTOCOLS.register("broadcast")(Protocol(_to_all, _first))
-PROTOCOLS.register("gather")(Protocol(_to_all, list))
-PROTOCOLS.register("first")(Protocol(_to_first, _first))
-PROTOCOLS.register("rows")(Protocol(_rows, merge_results))
-
-
-def resolve_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-    """Arguments that are futures of other roles' calls become what they hold."""
-    return tuple(resolve(a) for a in args), {k: resolve(v) for k, v in kwargs.items()}
+    return results[0] if len(results) == 1 else results

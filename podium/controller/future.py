@@ -18,6 +18,11 @@ class Future:
     def __init__(self, get: Callable[[], Any]) -> None:
         self._get = get
 
+    @classmethod
+    def of(cls, value: Any) -> Future:
+        """One that is done."""
+        return cls(lambda: value)
+
     def result(self) -> Any:
         """Waits, and gives the result or raises what the worker raised."""
         return self._get()

@@ -47,8 +47,9 @@ class ResourcePool:
             for role, p in self.roles.items()
         }
 
-    def backend(self, role: str) -> str:
-        return self.pools[role].backend if role in self.pools else "single"
+    def backends(self) -> dict[str, str]:
+        """Each role's train engine, where its pool names one."""
+        return {role: pool.backend for role, pool in self.pools.items()}
 
     def check(self, known_backends: Mapping[str, set[str]]) -> None:
         """Raises ResourceError that names the first role whose backend is not there, and those that are.

@@ -2,22 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from podium.controller.dispatch import PROTOCOLS, protocol_of, resolve_arguments
+from podium.controller.dispatch import PROTOCOLS, Plan, protocol_of, resolve_arguments
 from podium.controller.future import Future
 from podium.core.errors import did_you_mean
+from podium.core.ranks import Ranks, WorkerContext
+
+Maker = Callable[[WorkerContext], Any]
+"""Builds a role's worker inside the worker's process; it must be picklable where that is another one."""
+
+
+@dataclass(frozen=True)
+class WorkerGroup:
+    """The workers of one role, in rank order: what they are depends on the executor."""
+
+    role: str
+    workers: list[Any]
+    worker_class: type
+    ranks: Ranks = field(default_factory=Ranks)
+    pool: str = "local"
 
 
 class Executor(Protocol):
-    """Where workers live. `call` runs one method on several workers and returns their futures, in rank order."""
+    """Where workers live.
 
-    def launch(self, role: str, make_worker: Callable[[], Any]) -> RoleHandle:
-        """Starts the workers of a role."""
+    `concurrent`: calls of different pools run at the same time. `writes`: this process writes the run's files.
+    """
+
+    concurrent: bool
+    writes: bool
+
+    def launch(self, makers: Mapping[str, Maker]) -> dict[str, RoleHandle]:
+        """Starts the workers of these roles. Called once; what `shutdown` ended can be launched again."""
         ...
 
-    def call(self, workers: list[Any], method: str, calls: list[Any], role: str) -> list[Future]: ...
+    def call(self, group: WorkerGroup, method: str, plan: Plan) -> Future:
+        """Runs one method on the group's workers. The future gives what the plan collects."""
+        ...
+
+    def any(self, flag: bool) -> bool:
+        """True on every controller where it is on one of them."""
+        ...
+
+    def shutdown(self) -> None:
+        """Ends the workers, where they are not this process."""
+        ...
 
 
 class RoleHandle:
@@ -26,24 +58,29 @@ class RoleHandle:
     Only methods that the worker class marks with `@dispatch` can be called; each returns a `Future`.
     """
 
-    def __init__(self, role: str, workers: list[Any], worker_class: type, executor: Executor) -> None:
-        self.role, self.workers = role, workers
-        self._class, self._executor = worker_class, executor
+    def __init__(self, group: WorkerGroup, executor: Executor) -> None:
+        self.group, self.role, self._executor = group, group.role, executor
+
+    @property
+    def workers(self) -> list[Any]:
+        """In rank order: the workers themselves in this process, else what the executor reaches them by."""
+        return self.group.workers
 
     def __getattr__(self, name: str) -> Callable[..., Future]:
-        protocol_name = protocol_of(getattr(self._class, name, None))
+        if name.startswith("__"):  # what copying and pickling look for
+            raise AttributeError(name)
+        kind = self.group.worker_class
+        protocol_name = protocol_of(getattr(kind, name, None))
         if protocol_name is None:
-            known = [n for n in dir(self._class) if protocol_of(getattr(self._class, n))]
+            known = [n for n in dir(kind) if protocol_of(getattr(kind, n))]
             raise AttributeError(f"the role '{self.role}' has no method '{name}'; {did_you_mean(name, known)}")
         protocol = PROTOCOLS.get(protocol_name)
 
         def call(*args: Any, **kwargs: Any) -> Future:
             args, kwargs = resolve_arguments(args, kwargs)
-            calls = protocol.split(args, kwargs, len(self.workers))
-            futures = self._executor.call(self.workers[: len(calls)], name, calls, self.role)
-            return Future(lambda: protocol.collect([f.result() for f in futures]))
+            return self._executor.call(self.group, name, protocol(args, kwargs, self.group.ranks))
 
         return call
 
     def __repr__(self) -> str:
-        return f"RoleHandle({self.role}, {len(self.workers)} x {self._class.__name__})"
+        return f"RoleHandle({self.role}, {self.group.ranks.workers} x {self.group.worker_class.__name__})"

@@ -57,6 +57,14 @@ class ResourceError(PodiumError):
     """A pool, device or backend that was asked for is not there."""
 
 
+class WorkerError(PodiumError):
+    """A role's worker failed, or its workers do not agree. It may be that of one rank while the others wait."""
+
+
+class WorkerLost(WorkerError):
+    """A worker's process is gone, or its group was stopped because it did not answer in time."""
+
+
 class CheckpointError(PodiumError):
     """A checkpoint is missing, damaged, or belongs to other settings."""
 

@@ -113,6 +113,7 @@ column("reference_point", "sequence", F32, unit="nat", meaning="KTO's z_0: the K
 column("row_mask", "sequence", BOOL, meaning="rows that are trained on, for losses of whole rows")
 column("scores", "sequence", F32, unit="reward", meaning="a reward model's score")
 column("group_id", "sequence", I64, meaning="rows that answer the same prompt share it")
+column("occurrence", "sequence", I64, meaning="how often the data set's row came before in the same step")
 column("pair_id", "sequence", I64, meaning="rows of one preference pair share it")
 column("chosen", "sequence", BOOL, meaning="the preferred row of its pair")
 column("row_index", "sequence", I64, meaning="the data set's row")

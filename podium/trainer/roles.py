@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from podium.algorithms.base import Loss
 from podium.controller.worker_group import Executor, RoleHandle
 from podium.core.errors import ConfigError
+from podium.core.imports import load_module
+from podium.core.ranks import WorkerContext
 from podium.core.settings import OptimizerSettings, RecipeSettings, RolloutSettings
 from podium.engines.base import SamplingParams
 from podium.engines.rollout import create_rollout_engine
@@ -30,6 +32,10 @@ def sampling_of(rollout: RolloutSettings) -> SamplingParams:
         min_p=rollout.min_p,
         stop=tuple(rollout.stop),
     )
+
+
+SEVERAL = "sharded"
+"""The train engine of a role with several workers, where its pool names none."""
 
 
 @dataclass(frozen=True)
@@ -55,45 +61,60 @@ class RoleNeeds:
         )
 
 
+@dataclass(frozen=True)
+class RoleMaker:
+    """Builds one role's worker, in the worker's own process. Roles that go there together share what `roles` has loaded."""
+
+    roles: Roles
+    role: str
+
+    def __call__(self, context: WorkerContext) -> Any:
+        return self.roles.worker(self.role, context)
+
+
 class Roles:
-    """Builds handles for the roles of a graph.
+    """Builds the workers of a graph's roles. It travels to their processes before any model is loaded.
 
     Args:
         settings: the run's settings.
         given: models that stages were given, by role; others are loaded from `settings.model`.
         tokenizer: the actor's, where a stage was given one.
-        executor: where the workers are to live.
-        device: torch device of this run.
+        backends: the train engine of each role, where it is not the default.
     """
 
     def __init__(
-        self, settings: RecipeSettings, given: dict[str, Any], tokenizer: Any, executor: Executor, device: str
+        self, settings: RecipeSettings, given: dict[str, Any], tokenizer: Any, backends: Mapping[str, str] | None = None
     ) -> None:
-        self.settings, self.given, self.executor = settings, given, executor
-        self.models = RoleModels(settings, given, device)
+        self.settings, self.given, self.backends = settings, given, dict(backends or {})
         self.tokenizer = tokenizer if tokenizer is not None else self._load_tokenizer()
 
-    def build(self, needs: RoleNeeds, *, generates: bool) -> dict[str, RoleHandle]:
+    def build(self, needs: RoleNeeds, executor: Executor, *, generates: bool) -> dict[str, RoleHandle]:
         """A handle for every role needed; optimizers for those that train."""
+        self.needs, self.generates = needs, generates
+        return executor.launch({role: RoleMaker(self, role) for role in needs.roles})
+
+    def worker(self, role: str, context: WorkerContext) -> Any:
+        """The role's worker for this place."""
+        for module in self.settings.imports:
+            load_module(module, "imports")
+        if not hasattr(self, "models"):
+            self.models = RoleModels(self.settings, self.given, context.device)
+        self.context = context
+        loss = self.needs.losses.get(role)
+        if role == "actor":
+            return self._actor(loss, self.generates)
         # The reference copies the actor's starting weights, so it is made from the same source, never from a trained actor.
-        self.needs = needs
-        makers = {name: self._maker(name, needs.losses.get(name), generates) for name in needs.roles}
-        return {name: self.executor.launch(name, make) for name, make in makers.items()}
+        if role == "reference":
+            return self._reference()
+        if role == "teacher":
+            return self._teacher()
+        if role in ("critic", "cost_critic"):
+            return self._critic(role, loss)
+        if role.split("_")[0] in ("reward", "cost"):
+            return self._reward(role, loss)
+        raise ConfigError(f"no worker is known for the role '{role}'", where="stages")
 
     # ------------------------------------------------------------------ one role each
-
-    def _maker(self, role: str, loss: Loss | None, generates: bool) -> Callable[[], Any]:
-        if role == "actor":
-            return lambda: self._actor(loss, generates)
-        if role == "reference":
-            return self._reference
-        if role == "teacher":
-            return self._teacher
-        if role in ("critic", "cost_critic"):
-            return lambda: self._critic(role, loss)
-        if role.split("_")[0] in ("reward", "cost"):
-            return lambda: self._reward(role, loss)
-        raise ConfigError(f"no worker is known for the role '{role}'", where="stages")
 
     def _actor(self, loss: Loss | None, generates: bool) -> Any:
         from podium.workers.actor import ActorWorker
@@ -160,11 +181,17 @@ class Roles:
     # ------------------------------------------------------------------ pieces
 
     def _engine(self, role: str, model: Any, loss: Loss | None, optimizer: OptimizerSettings | None = None) -> Any:
-        return TRAIN_ENGINES.get("single")(
+        backend, options = self.backends.get(role, "auto"), {}
+        if backend == "auto":  # what never trains needs no engine that keeps ranks together
+            backend = "single" if self.context.world_size == 1 or loss is None else SEVERAL
+        if backend != "single":
+            options = {"context": self.context}
+        return TRAIN_ENGINES.get(backend)(
             model,
             optimizer=(optimizer or self.settings.optimizer) if loss is not None else None,
             microbatch_tokens=self.settings.batch.microbatch_tokens,
             total_updates=self.needs.updates.get(role),
+            **options,
         )
 
     @property
@@ -173,9 +200,8 @@ class Roles:
 
     def _load_tokenizer(self) -> Any:
         model = self.settings.model
-        return load_tokenizer(
-            self.models.actor_path(), chat_template=model.chat_template, trust_remote_code=model.trust_remote_code
-        )
+        path = RoleModels(self.settings, self.given, "cpu").actor_path()
+        return load_tokenizer(path, chat_template=model.chat_template, trust_remote_code=model.trust_remote_code)
 
     def _temperature(self) -> float:
         """The temperature of the log-probs: that of the samples; 1 for given text, and for greedy samples."""
@@ -187,4 +213,4 @@ class Roles:
     def _minibatching(self, loss: Loss | None) -> dict[str, Any]:
         batch = self.settings.batch
         sizes = {"minibatch_sequences": batch.minibatch_sequences, "epochs": batch.epochs}
-        return {"loss": loss, "seed": self.settings.run.seed, **sizes}
+        return {"loss": loss, "seed": self.settings.run.seed, "context": self.context, **sizes}

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
 from podium.checkpoints.store import rng_state, set_rng_state
 from podium.core.errors import CheckpointError
 
@@ -73,17 +71,7 @@ def stage_states(trainer: Trainer) -> dict[str, Any]:
 
 
 def _weights_mark(trainer: Trainer) -> dict[str, Any]:
-    """Update counts, and torch's own count of writes to each tensor: an update that broke off half-way shows too."""
-    return {name: _mark(handle.state_dict().result()) for name, handle in trainer.trained_roles().items()}
-
-
-def _mark(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return 0 if value.is_inference() else value._version
-    if isinstance(value, Mapping):
-        # What an actor has generated and what was skipped say nothing of its weights.
-        return {k: _mark(v) for k, v in value.items() if k not in ("calls", "skipped")}
-    return value
+    return {name: handle.weights_mark().result() for name, handle in trainer.trained_roles().items()}
 
 
 def capture(trainer: Trainer, border: Border) -> dict[str, Any]:

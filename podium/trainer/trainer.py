@@ -176,7 +176,9 @@ class Trainer:
         for stage in self.graph.stages:
             self._given_models |= stage.models()
             self._given_tokenizer = self._given_tokenizer or getattr(stage, "tokenizer", None)
-        roles = Roles(settings, self._given_models, self._given_tokenizer, self.executor, device)
+        if isinstance(self.executor, LocalExecutor):
+            self.executor.device = device
+        roles = Roles(settings, self._given_models, self._given_tokenizer, self.pool.backends())
         self.tokenizer = roles.tokenizer
         for stage in self.graph.stages:
             if getattr(stage, "wants_tokenizer", False) and stage.tokenizer is None:  # type: ignore[attr-defined]
@@ -199,7 +201,7 @@ class Trainer:
         generates = any("rollout_log_probs" in stage.writes for g in graphs for stage in g.stages)
         evaluation = self.evaluation if self._held_out is not None else None
         needs = RoleNeeds.of(self.graph, evaluation, settings.run.steps, self._updates_per_step())
-        self.roles = roles.build(needs, generates=generates)
+        self.roles = roles.build(needs, self.executor, generates=generates)
         if generates:
             _check_longest(self.roles["actor"], [b for b in (data.train, data.held_out) if b is not None])
         for label, column in self.graph.missing_optional():

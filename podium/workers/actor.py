@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from podium.algorithms.base import Loss
-from podium.controller.dispatch import dispatch
+from podium.controller.dispatch import dispatch, number_prompts
 from podium.core.batch import Batch
 from podium.core.errors import ConfigError
 from podium.core.metrics import Metrics
@@ -41,7 +38,7 @@ class ActorWorker(TrainedRole):
         self.rollout, self.sampling, self.tokenizer = rollout, sampling, tokenizer
         self.calls = 0
 
-    @dispatch("rows")
+    @dispatch("prompts")
     def generate_sequences(
         self,
         prompts: Batch,
@@ -70,16 +67,16 @@ class ActorWorker(TrainedRole):
             raise RuntimeError("this actor was built without a rollout engine")
         step = self.calls if step is None else step
         self.calls += 1
-        batch = prompts.repeat(group_size)
-        rows = batch["row_index"].tolist() if "row_index" in batch else torch.arange(len(batch)).tolist()
-        seen: Counter[int] = Counter()  # a row that a step takes twice (at an epoch's end) goes on counting
-        seeds = []
-        for row in rows:
-            again = (round,) if round else ()
-            seeds.append(derive_seed(self.seed, "rollout", step, row, seen[row], *again))
-            seen[row] += 1
-        groups = torch.arange(len(prompts)).repeat_interleave(group_size)
-        batch = batch.with_columns({"sample_seed": seeds, "group_id": groups})
+        batch = number_prompts(prompts).repeat(group_size)
+        rows = batch["row_index" if "row_index" in batch else "group_id"].tolist()
+        # A row that a step takes twice (at an epoch's end) goes on counting.
+        firsts = (batch["occurrence"] * group_size).tolist()
+        again = (round,) if round else ()
+        seeds = [
+            derive_seed(self.seed, "rollout", step, row, first + i % group_size, *again)
+            for i, (row, first) in enumerate(zip(rows, firsts, strict=True))
+        ]
+        batch = batch.drop("occurrence").with_columns({"sample_seed": seeds})
         sampling = self.sampling if temperature is None else replace(self.sampling, temperature=temperature)
         out = generate(self.rollout, batch, sampling, on_progress=on_progress)
         text = self.tokenizer.batch_decode(out["response_ids"].to_list(), skip_special_tokens=True)
@@ -96,7 +93,7 @@ class ActorWorker(TrainedRole):
         """Log-probs of the responses under the present weights, as the column `name` (nats, fp32)."""
         return log_probs_as(self.engine, batch, name)
 
-    @dispatch("rows")
+    @dispatch("broadcast")
     def update_policy(self, batch: Batch, loss: Any = None) -> Metrics:
         """Updates the policy on `advantages` (and what else its loss names), then hands the weights to the rollout.
 
@@ -115,7 +112,7 @@ class ActorWorker(TrainedRole):
                     where="update_policy",
                     remedy="before the first update: batch = batch.union(actor.compute_log_probs(batch))",
                 )
-            batch = batch.union(self.compute_log_probs(batch))
+            batch = batch.union(self.over_all_rows(batch, self.compute_log_probs))
         metrics = super().update(batch, loss)
         self._hand_over()
         return metrics
@@ -123,7 +120,7 @@ class ActorWorker(TrainedRole):
     def _only_update(self, batch: Batch, loss: Loss) -> bool:
         return "old_log_probs" not in batch and self.updates_on(batch, loss) == 1
 
-    @dispatch("rows")
+    @dispatch("broadcast")
     def update(self, batch: Batch, loss: Any = None) -> Metrics:
         """Any other loss on the same weights (SFT)."""
         return self.update_policy(batch, loss)
@@ -132,7 +129,7 @@ class ActorWorker(TrainedRole):
         if self.rollout is not None:
             self.rollout.update_weights(self.engine.policy_version)
 
-    @dispatch("first")
+    @dispatch("broadcast")
     def state_dict(self) -> dict[str, Any]:
         return {"engine": self.engine.state_dict(), "calls": self.calls}
 

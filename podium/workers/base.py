@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,7 +13,9 @@ from podium.controller.dispatch import dispatch
 from podium.core.batch import Batch
 from podium.core.errors import ConfigError
 from podium.core.metrics import Metrics
+from podium.core.ranks import WorkerContext
 from podium.core.seeding import derive_seed
+from podium.core.shares import costs_of, cut, restore, take
 from podium.engines.base import TrainEngine
 
 
@@ -52,8 +54,21 @@ def weights_digest(engine: TrainEngine) -> str:
     return digest.hexdigest()
 
 
+def weights_mark(state: Any) -> Any:
+    """Update counts, and torch's own count of writes to each tensor: an update that broke off half-way shows too."""
+    if isinstance(state, torch.Tensor):
+        return 0 if state.is_inference() else state._version
+    if isinstance(state, Mapping):
+        # What an actor has generated and what was skipped say nothing of its weights.
+        return {k: weights_mark(v) for k, v in state.items() if k not in ("calls", "skipped")}
+    return state
+
+
 class TrainedRole:
     """A train engine, and how a step's sequences are cut for it.
+
+    With several workers a step's minibatches are cut from all its rows, the same on every rank, and each rank updates on
+    its share of each minibatch: every rank makes the same number of optimizer steps, also where its share is empty.
 
     Args:
         engine: the model with its optimizer (or without one, for a role that is never updated).
@@ -61,6 +76,7 @@ class TrainedRole:
         minibatch_sequences: rows per optimizer update; 0: all.
         epochs: passes over the rows.
         seed: orders the minibatches of later epochs.
+        context: this worker's place among those of its role.
     """
 
     def __init__(
@@ -71,11 +87,12 @@ class TrainedRole:
         minibatch_sequences: int = 0,
         epochs: int = 1,
         seed: int = 0,
+        context: WorkerContext | None = None,
     ) -> None:
-        self.engine, self.loss = engine, loss
+        self.engine, self.loss, self.context = engine, loss, context or WorkerContext()
         self.minibatch_sequences, self.epochs, self.seed = minibatch_sequences, epochs, seed
 
-    @dispatch("rows")
+    @dispatch("broadcast")
     def update(self, batch: Batch, loss: Loss | None = None) -> Metrics:
         """Optimizer updates over all rows, `epochs` times.
 
@@ -92,20 +109,42 @@ class TrainedRole:
         for _ in range(self.epochs):
             seed = derive_seed(self.seed, "minibatches", self.engine.policy_version)
             for part in minibatches(batch, self.minibatch_sequences, seed=seed, unit=loss.keep_together):
-                metrics.merge(self.engine.update(part, loss))
+                metrics.merge(self.engine.update(self._share(part, loss.keep_together), loss))
         return metrics
+
+    def _share(self, minibatch: Batch, unit: str | None) -> Batch:
+        """This data rank's rows."""
+        units = minibatch[unit] if unit else None
+        return take(minibatch, cut(costs_of(minibatch), self.context.data_size, units)[self.context.data_rank])
+
+    def over_all_rows(self, batch: Batch, compute: Callable[[Batch], Batch]) -> Batch:
+        """What `compute` gives for every row, each rank having computed its share. All ranks call it with the same rows."""
+        context = self.context
+        if context.data_size == 1:
+            return compute(batch)
+        shares = cut(costs_of(batch), context.data_size)
+        results: list[Any] = [None] * context.world_size
+        torch.distributed.all_gather_object(results, compute(take(batch, shares[context.data_rank])))
+        return restore([r for rank, r in enumerate(results) if context.ranks.leads(rank)], shares)
 
     def updates_on(self, batch: Batch, loss: Loss) -> int:
         """How many optimizer updates `update` makes on these rows."""
         units = len(torch.unique(batch[loss.keep_together])) if loss.keep_together else len(batch)
         return self.epochs * parts_of(len(batch), self.minibatch_sequences, units)
 
-    @dispatch("first")
+    # What follows is called on all ranks: a sharded engine gathers in it. The first one's result is taken.
+
+    @dispatch("broadcast")
     def weights_digest(self) -> str:
         """What tells these weights from others."""
         return weights_digest(self.engine)
 
-    @dispatch("first")
+    @dispatch("broadcast")
+    def weights_mark(self) -> dict[str, Any]:
+        """What changes with every write to the weights or the optimizer's state; small, and no weight is sent."""
+        return weights_mark(self.engine.state_dict())
+
+    @dispatch("broadcast")
     def state_dict(self) -> dict[str, Any]:
         """All state of the role, as tensors and plain values."""
         return self.engine.state_dict()
@@ -114,7 +153,7 @@ class TrainedRole:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.engine.load_state_dict(state)
 
-    @dispatch("first")
+    @dispatch("broadcast")
     def save_pretrained(self, folder: str) -> None:
-        """Writes the model as a Hugging Face folder, with the role's tokenizer where it has one."""
+        """Writes the model as a Hugging Face folder, with the role's tokenizer where it has one. Rank 0 writes."""
         self.engine.save_pretrained(folder, getattr(self, "tokenizer", None))  # type: ignore[attr-defined]

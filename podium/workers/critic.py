@@ -21,20 +21,20 @@ class CriticWorker(TrainedRole):
         """What the critic expects from the state before each response token, as the column `name`."""
         return Batch({name: self.engine.compute(batch, ("values",))["values"]})
 
-    @dispatch("rows")
+    @dispatch("broadcast")
     def compute_advantages(self, sequences: Batch, rewards: Tensor, *, gamma: float = 1.0, gae_lambda: float = 0.95) -> Batch:
         """Values, token rewards, and GAE's `advantages` and `returns`, added to the sequences.
 
-        Advantages are whitened over the rows of this worker.
+        Advantages are whitened over all rows.
 
         Args:
             sequences: with `prompt_ids`, `response_ids`, `response_mask`.
             rewards: one per response, `[B]`.
         """
-        batch = sequences.with_columns({"rewards": rewards}).union(self.compute_values(sequences))
+        batch = sequences.with_columns({"rewards": rewards}).union(self.over_all_rows(sequences, self.compute_values))
         return estimate_advantages(batch, gamma=gamma, gae_lambda=gae_lambda)
 
-    @dispatch("rows")
+    @dispatch("broadcast")
     def update_critic(self, batch: Batch, loss: Any = None) -> Metrics:
         """Fits the values to `returns`."""
         return self.update(batch, loss)

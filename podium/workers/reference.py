@@ -15,7 +15,7 @@ class ReferenceWorker:
     def __init__(self, engine: TrainEngine) -> None:
         self.engine = engine
 
-    @dispatch("first")
+    @dispatch("broadcast")
     def weights_digest(self) -> str:
         """What tells these weights from others."""
         return weights_digest(self.engine)

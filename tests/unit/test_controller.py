@@ -8,6 +8,7 @@ from podium.controller.resource_pool import ResourcePool
 from podium.core.batch import Batch
 from podium.core.errors import ConfigError, ResourceError
 from podium.core.metrics import Metrics
+from podium.core.ranks import Ranks
 
 
 class Worker:
@@ -24,7 +25,7 @@ class Worker:
 
 
 def test_a_future_passes_for_its_result():
-    role = LocalExecutor().launch("reward", Worker)
+    role = LocalExecutor().launch({"reward": lambda context: Worker()})["reward"]
     batch = Batch({"scores": [1.0, 2.0]})
     future = role.double(batch)
     assert future["rewards"].tolist() == [2.0, 4.0] and len(future) == 2 and "rewards" in future
@@ -33,21 +34,21 @@ def test_a_future_passes_for_its_result():
 
 
 def test_arguments_may_be_futures():
-    role = LocalExecutor().launch("reward", Worker)
+    role = LocalExecutor().launch({"reward": lambda context: Worker()})["reward"]
     first = role.double(Batch({"scores": [1.0]}))
     renamed = role.double(Batch({"scores": first["rewards"]}))
     assert renamed["rewards"].tolist() == [4.0]
 
 
 def test_an_error_carries_role_rank_and_method_and_is_never_swallowed():
-    role = LocalExecutor().launch("critic", Worker)
+    role = LocalExecutor().launch({"critic": lambda context: Worker()})["critic"]
     with pytest.raises(ValueError) as caught:
         role.fail()
     assert "role 'critic', rank 0, method 'fail'" in caught.value.__notes__[0]
 
 
 def test_only_dispatched_methods_can_be_called():
-    role = LocalExecutor().launch("critic", Worker)
+    role = LocalExecutor().launch({"critic": lambda context: Worker()})["critic"]
     with pytest.raises(AttributeError, match="did you mean 'double'"):
         role.duoble  # noqa: B018
     with pytest.raises(AttributeError, match="no method 'hidden'"):
@@ -56,16 +57,16 @@ def test_only_dispatched_methods_can_be_called():
 
 def test_rows_are_split_evenly_and_collected_in_order():
     batch = Batch({"scores": [0.0, 1.0, 2.0, 3.0, 4.0], "response_ids": [[1], [2, 3], [], [4], [5]]})
-    rows = PROTOCOLS.get("rows")
-    calls = rows.split((batch,), {"factor": 3}, 2)
-    assert [len(args[0]) for args, _ in calls] == [3, 2] and calls[0][1] == {"factor": 3}
-    back = rows.collect([args[0] for args, _ in calls])
+    plan = PROTOCOLS.get("rows")((batch,), {"factor": 3}, Ranks(data=2))
+    assert [len(args[0]) for args, _ in plan.calls] == [3, 2] and plan.calls[0][1] == {"factor": 3}
+    back = plan.collect([args[0] for args, _ in plan.calls])
     assert back["response_ids"].to_list() == batch["response_ids"].to_list()
 
 
 def test_metrics_of_ranks_add_up_by_count():
     parts = [Metrics({"loss": (2.0, 1.0)}), Metrics({"loss": (1.0, 3.0)})]
-    assert PROTOCOLS.get("rows").collect(parts).mean("loss") == 0.75
+    plan = PROTOCOLS.get("rows")((Batch({"scores": [1.0, 2.0]}),), {}, Ranks(data=2))
+    assert plan.collect(parts).mean("loss") == 0.75
 
 
 def test_pool_with_unknown_role_key_or_repeated_gpu():

@@ -2,35 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
+from podium.controller.dispatch import Plan
 from podium.controller.future import Future
-from podium.controller.worker_group import RoleHandle
+from podium.controller.worker_group import Maker, RoleHandle, WorkerGroup
+from podium.core.ranks import WorkerContext
 
 
 class LocalExecutor:
     """Runs every call at once, in the caller's thread; an exception carries the role and method as a note.
 
     A call whose result nobody reads still raises where it was made: nothing fails in silence.
+
+    Args:
+        device: torch device of all roles.
     """
 
-    def launch(self, role: str, make_worker: Callable[[], Any]) -> RoleHandle:
-        worker = make_worker()
-        return RoleHandle(role, [worker], type(worker), self)
+    concurrent = False
+    writes = True
 
-    def call(self, workers: list[Any], method: str, calls: list[Any], role: str) -> list[Future]:
-        futures = []
-        for rank, (worker, (args, kwargs)) in enumerate(zip(workers, calls, strict=True)):
-            try:
-                result = getattr(worker, method)(*args, **kwargs)
-            except Exception as error:
-                error.add_note(f"in role '{role}', rank {rank}, method '{method}'")
-                raise
-            futures.append(Future(partial(_same, result)))
-        return futures
+    def __init__(self, device: str = "cpu") -> None:
+        self.device = device
+
+    def launch(self, makers: Mapping[str, Maker]) -> dict[str, RoleHandle]:
+        workers = {role: make(WorkerContext(role, device=self.device)) for role, make in makers.items()}
+        return {role: RoleHandle(WorkerGroup(role, [w], type(w)), self) for role, w in workers.items()}
+
+    def call(self, group: WorkerGroup, method: str, plan: Plan) -> Future:
+        results = [_run(group, rank, method, *plan.calls[rank]) for rank in range(len(plan.calls))]
+        return Future.of(plan.collect([results[rank] for rank in plan.read]))
+
+    def any(self, flag: bool) -> bool:
+        return flag
+
+    def shutdown(self) -> None:
+        pass
 
 
-def _same(value: Any) -> Any:
-    return value
+def _run(group: WorkerGroup, rank: int, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    try:
+        return getattr(group.workers[rank], method)(*args, **kwargs)
+    except Exception as error:
+        error.add_note(f"in role '{group.role}', rank {rank}, method '{method}'")
+        raise
