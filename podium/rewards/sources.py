@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +74,9 @@ def match_weights(weights: Weights, models: Sequence[str], functions: Sequence[s
     names = [*models, *functions]
     if weights is None:
         return dict.fromkeys(models, 1.0)
+    for weight in weights.values() if isinstance(weights, Mapping) else weights:
+        if not isinstance(weight, Real) or not math.isfinite(weight):
+            raise ConfigError(f"{weight!r} is no weight", where=f"{where}(weights=...)", remedy="give finite numbers")
     if not isinstance(weights, Mapping):
         if len(weights) != len(names):
             raise ConfigError(

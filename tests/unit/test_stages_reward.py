@@ -126,6 +126,8 @@ def test_heads_of_a_folder_are_seen_when_it_scores():
         ({}, "no reward source"),
         ({"models": [length]}, r"no reward model\n.*functions=\["),
         ({"models": ["m"], "functions": [length], "weights": [1.0]}, r"1 weights for 2 reward sources \(reward, length\)"),
+        ({"functions": [length], "weights": [float("nan")]}, r"nan is no weight"),
+        ({"functions": [length], "weights": {"length": "2"}}, r"'2' is no weight"),
         ({"models": ["m"], "functions": [RewardSettings(function=length, name="reward")]}, "called 'reward', as"),
         ({"functions": [length], "scaling": "dinamic"}, "scaling='dinamic'\n.*did you mean 'dynamic'"),
         ({"functions": [length], "shaping": {"lenght": {}}}, r"shaping is given for 'lenght'[\s\S]*did you mean 'length'"),

@@ -33,8 +33,8 @@ class CodeTests:
         memory_mb: address space of the process.
         score: "all" gives 1 for all tests and else 0, "share" the share of tests passed.
         workers: processes at a time; by default the number of CPUs, at most 8.
-        weak_isolation: run also where the kernel's call filter (seccomp) is missing, so on other systems than Linux. Then only
-            limits and a hook inside python hold the program, which one that is written to break out can pass.
+        weak_isolation: run also where the kernel cannot hold calls (seccomp) and files (Landlock), so on other systems than
+            Linux. Then a hook inside python must hold the program, which one that is written to break out can pass.
     """
 
     def __init__(
@@ -54,11 +54,12 @@ class CodeTests:
             raise ConfigError(f"score is {score!r}", where=where, remedy=did_you_mean(score, SCORES))
         if os.name != "posix":
             raise ConfigError("programs cannot be held on this system", where=where, remedy="run on Linux")
-        if not weak_isolation and "seccomp" not in (found := layers()):
+        if not weak_isolation and not {"seccomp", "landlock"} <= set(found := layers()):
             raise ConfigError(
                 f"this system can hold programs only by: {', '.join(found) or 'nothing'}",
                 where=where,
-                remedy="run on Linux (x86_64, aarch64); where nothing is at risk, set options.weak_isolation: true",
+                remedy="seccomp and Landlock are needed (Linux 5.13, x86_64 or aarch64); "
+                "where nothing is at risk, set options.weak_isolation: true",
             )
         self.column, self.columns = column, (column,)
         self.share = score == "share"
