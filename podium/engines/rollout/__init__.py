@@ -21,9 +21,9 @@ ROLLOUT_ENGINES: Registry[Callable[[], EngineClass]] = Registry("rollout engine"
 
 @ROLLOUT_ENGINES.register("native")
 def _native() -> EngineClass:
-    from podium.engines.rollout.native.engine import NativeEngine
+    from podium.engines.rollout.native.choose import native_engine
 
-    return NativeEngine
+    return native_engine
 
 
 @ROLLOUT_ENGINES.register("hf")

@@ -76,7 +76,7 @@ class StopRule:
         prompt_ids: Sequence[int],
         written: Sequence[int] = (),
     ) -> None:
-        self._ends = end_ids.union(sampling.stop_token_ids) if sampling.stop_token_ids else end_ids
+        self.end_ids = end_ids.union(sampling.stop_token_ids) if sampling.stop_token_ids else end_ids
         self._left = sampling.max_new_tokens - len(written)
         self._strings = StopStrings(tokenizer, sampling.stop, prompt_ids) if sampling.stop else None
         if self._strings:
@@ -87,6 +87,6 @@ class StopRule:
         """Takes the next token; why the response ends with it, or None."""
         self._left -= 1
         matched = self._strings.push(token) if self._strings else False
-        if matched or token in self._ends:
+        if matched or token in self.end_ids:
             return "stop"
         return "length" if self._left <= 0 else None

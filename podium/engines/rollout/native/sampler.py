@@ -12,6 +12,7 @@ from podium.engines.base import SamplingParams
 
 _BLOCK = 256
 _CANDIDATES = 512
+Truncation = tuple[Tensor, Tensor, Tensor]
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -33,6 +34,27 @@ def _mix(z: np.ndarray) -> np.ndarray:
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return z ^ (z >> np.uint64(31))
+
+
+def device_uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
+    """`uniforms` of `[B]` int64 tensors, on their device: the same numbers, fp64."""
+    gamma = _signed(int(_GAMMA))
+    state = _mix_signed(seeds + gamma) + (positions + 1) * gamma
+    return (_shifted(_mix_signed(state), 16).double() + 0.5) * 2.0**-48
+
+
+def _mix_signed(z: Tensor) -> Tensor:
+    z = (z ^ _shifted(z, 30)) * _signed(0xBF58476D1CE4E5B9)
+    z = (z ^ _shifted(z, 27)) * _signed(0x94D049BB133111EB)
+    return z ^ _shifted(z, 31)
+
+
+def _shifted(z: Tensor, bits: int) -> Tensor:
+    return (z >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >> 63 else value
 
 
 def truncate(weights: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
@@ -184,3 +206,24 @@ def _first_above(cumulated: Tensor, target: Tensor) -> Tensor:
     # (Clamped: among NaN the search runs past the end; such a row is an error that its log-prob tells.)
     last = torch.searchsorted(cumulated, cumulated[:, -1:].contiguous()).clamp_(max=cumulated.shape[-1] - 1)
     return torch.minimum(torch.searchsorted(cumulated, target.contiguous(), right=True), last)
+
+
+def draw(scaled: Tensor, draws: Tensor, greedy: Tensor, truncation: Truncation | None = None) -> tuple[Tensor, Tensor]:
+    """Tokens `[B]` and their log-probs (of the whole distribution), as `Sampler` draws them, wherever the logits are.
+
+    Args:
+        scaled: `[B, V]` fp32 logits over temperature.
+        draws: `[B]` fp64 in (0, 1).
+        greedy: `[B]` bool: take the likeliest instead.
+        truncation: `top_k [B]` int64, `top_p`, `min_p` `[B]` fp32; None: all tokens may be drawn.
+    """
+    top = scaled.amax(-1, keepdim=True)
+    weights = (scaled - top).exp()
+    total = weights.sum(-1, dtype=torch.float64)
+    kept = weights if truncation is None else truncate(weights, *truncation)
+    width = -(-scaled.shape[-1] // _BLOCK) * _BLOCK
+    blocks = torch.nn.functional.pad(kept, (0, width - scaled.shape[-1])).view(len(scaled), -1, _BLOCK)
+    picks = _invert(blocks, blocks.sum(-1).double(), draws).clamp_(max=scaled.shape[-1] - 1)
+    picks = torch.where(greedy, scaled.argmax(-1), picks)
+    chosen = scaled.gather(-1, picks[:, None])[:, 0]
+    return picks, (chosen.double() - top[:, 0].double() - total.log()).float()

@@ -11,6 +11,8 @@ from podium.engines.rollout.stopping import StopRule
 # Rows attend together up to their longest length; one more group of rows costs about this many rows x tokens of work.
 _PART_COST = 1024
 _MOST_PARTS = 4
+STOPS = 8
+"""End tokens of a row that the device looks for itself."""
 
 
 @dataclass(eq=False)
@@ -41,14 +43,39 @@ class Sequence:
         """The tokens it may come to."""
         return len(self.request.prompt_ids) + self.request.sampling.max_new_tokens
 
+    @property
+    def watched(self) -> bool:
+        """The device cannot see by itself where it ends: a stop string, or too many end tokens."""
+        return bool(self.request.sampling.stop) or len(self.rule.end_ids) > STOPS
+
+    def extend(self, tokens: list[int], log_probs: list[float], version: int) -> FinishReason | None:
+        """Takes several sampled tokens, up to the one that ends it."""
+        if self.watched:
+            for token, log_prob in zip(tokens, log_probs, strict=True):
+                reason = self.append(token, log_prob, version)
+                if reason is not None:
+                    return reason
+            return None
+        if not tokens:
+            return None
+        self._segment(version).token_ids.extend(tokens)
+        self.segments[-1].log_probs.extend(log_probs)
+        self.tokens.extend(tokens)
+        if tokens[-1] in self.rule.end_ids:
+            return "stop"
+        return "length" if self.length >= self.most else None
+
     def append(self, token: int, log_prob: float, version: int) -> FinishReason | None:
         """Takes a sampled token; a new policy version starts a new segment."""
-        if not self.segments or self.segments[-1].policy_version != version:
-            self.segments.append(Segment("policy", policy_version=version))
-        self.segments[-1].token_ids.append(token)
+        self._segment(version).token_ids.append(token)
         self.segments[-1].log_probs.append(log_prob)
         self.tokens.append(token)
         return self.rule.push(token)
+
+    def _segment(self, version: int) -> Segment:
+        if not self.segments or self.segments[-1].policy_version != version:
+            self.segments.append(Segment("policy", policy_version=version))
+        return self.segments[-1]
 
     def trajectory(self, reason: FinishReason) -> Trajectory:
         return Trajectory(self.id, self.request.prompt_ids, self.segments, reason)

@@ -1,0 +1,91 @@
+"""A decode step for a batch: run directly, or recorded once per size as a CUDA graph and replayed.
+
+A graph holds addresses: of the parameters (updated in place), the row state (never moved), and scratch memory that all
+graphs share. The cache is found through the device (`PagedCache`), so it may come and go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from podium.engines.rollout.native.paged_cache import PagedCache, RowState
+from podium.engines.rollout.native.passes import DecodePass, FusedForward, ModuleForward
+
+# Programs of decode attention that fill a large GPU several times over.
+_PROGRAMS = 1024
+_MOST_SPLITS = 64
+
+
+def bucket_of(rows: int, most: int) -> int:
+    """The size of batch that so many rows run in: a power of two or one of three steps between two."""
+    if rows >= most:
+        return most
+    power = 1 << (rows - 1).bit_length()
+    quarter = max(1, power // 8)
+    return min(most, max(8, -(-rows // quarter) * quarter))
+
+
+def splits_of(rows: int, kv_heads: int, longest: int) -> int:
+    """How many parts each row's keys are cut into: enough programs for the device, none shorter than 256 keys."""
+    wanted = max(1, _PROGRAMS // (rows * kv_heads))
+    splits = 1
+    # The bound on the length goes in steps of 4, so that few graphs are needed as sequences grow.
+    while splits < min(wanted, _MOST_SPLITS) and splits * 256 < longest:
+        splits *= 2
+    return splits
+
+
+class DecodeStep:
+    """`step(rows, splits)`: one token for the first `rows` rows. With `draw=False` it only returns their logits.
+
+    Args:
+        graphs: record and replay (CUDA); otherwise each call runs as it is written.
+    """
+
+    def __init__(
+        self, forward: FusedForward | ModuleForward, logits: Callable[[Tensor], Tensor], ops: ModuleType, cache: PagedCache,
+        state: RowState, *, graphs: bool,
+    ) -> None:  # fmt: skip
+        self.forward, self.logits, self.ops, self.cache, self.state = forward, logits, ops, cache, state
+        self.graphs = graphs
+        self._recorded: dict[tuple[int, int, bool], tuple[torch.cuda.CUDAGraph, Tensor | None]] = {}
+        self._pool = torch.cuda.graph_pool_handle() if graphs else None
+
+    def __call__(self, rows: int, splits: int, *, draw: bool = True) -> Tensor | None:
+        if not self.graphs:
+            return self._run(rows, splits, draw)
+        key = (rows, splits, draw)
+        if key not in self._recorded:
+            self._recorded[key] = self._record(*key)
+        graph, logits = self._recorded[key]
+        graph.replay()
+        return logits
+
+    def _run(self, rows: int, splits: int, draw: bool) -> Tensor | None:
+        step = DecodePass(self.ops, self.cache, self.state, rows, splits)
+        logits = self.logits(self.forward(step))
+        if draw:
+            slots = self.state.all_slots[:rows]
+            self.ops.sample(logits, slots, slots, self.state)
+            return None
+        return logits
+
+    def _record(self, rows: int, splits: int, draw: bool) -> tuple[torch.cuda.CUDAGraph, Tensor | None]:
+        # Kernels are compiled and libraries set up by a run on which no row is active: it changes nothing.
+        live = self.state.live.clone()
+        self.state.active.zero_()
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            self._run(rows, splits, draw)
+        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            logits = self._run(rows, splits, draw)
+        self.state.live.copy_(live)
+        return graph, logits

@@ -1,0 +1,424 @@
+# ruff: noqa: SIM102, SIM108 (in a kernel a branch on a constant is decided when it is compiled)
+"""The layers' small operations and decode attention in Triton. `plain` has the same functions in torch.
+
+The cache's address is read from the device (`cache.offset`), so a captured graph stays valid when the cache is given back
+and taken again elsewhere. Rounding follows the `transformers` modules: what they round to 16 bits is rounded here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# ------------------------------------------------------------------ norm and activation
+
+
+@triton.jit
+def _norm_kernel(X, R, W, OUT, eps, width, HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    inside = at < width
+    kind = X.dtype.element_ty
+    x = tl.load(X + row * width + at, mask=inside, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        x += tl.load(R + row * width + at, mask=inside, other=0.0).to(tl.float32)
+        x = x.to(kind).to(tl.float32)
+        tl.store(R + row * width + at, x.to(kind), mask=inside)
+    scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / width + eps)
+    w = tl.load(W + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(OUT + row * width + at, (w * (x * scale).to(kind).to(tl.float32)).to(kind), mask=inside)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """RMSNorm of `x + residual` `[N, D]`, and that sum (in the place of `residual`; `x` itself where that is None)."""
+    rows, width = x.shape
+    out = torch.empty_like(x)
+    block = triton.next_power_of_2(width)
+    _norm_kernel[(rows,)](
+        x,
+        x if residual is None else residual,
+        weight,
+        out,
+        eps,
+        width,
+        HAS_RESIDUAL=residual is not None,
+        BLOCK=block,
+        num_warps=min(16, max(1, block // 512)),
+    )
+    return out, x if residual is None else residual
+
+
+@triton.jit
+def _silu_kernel(X, OUT, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < width
+    kind = X.dtype.element_ty
+    gate = tl.load(X + row * 2 * width + at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(X + row * 2 * width + width + at, mask=inside, other=0.0).to(tl.float32)
+    act = (gate / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32)
+    tl.store(OUT + row * width + at, (act * up).to(kind), mask=inside)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """`silu(gate) * up` from `[N, 2 I]`: `[N, I]`."""
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty(rows, width)
+    block = min(1024, triton.next_power_of_2(width))
+    _silu_kernel[(rows, triton.cdiv(width, block))](gate_up, out, width, BLOCK=block, num_warps=4)
+    return out
+
+
+# ------------------------------------------------------------------ rotary embedding and the cache
+
+
+@triton.jit(do_not_specialize=["layer", "count"])
+def _rotate_kernel(
+    QKV, ROTARY, POSITIONS, PLACES, QNORM, KNORM, Q, K, ANCHOR, OFFSET, layer, page_stride, count, eps,
+    HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, NORMED: tl.constexpr, ROWS: tl.constexpr,
+    KEEP: tl.constexpr,
+):  # fmt: skip
+    """Programs: (block of tokens, head). Heads 0..H-1 are queries, then K keys, then K values."""
+    token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    head = tl.program_id(1)
+    half = tl.arange(0, D // 2)
+    inside = (token < count)[:, None]
+    kind = QKV.dtype.element_ty
+    at = token.to(tl.int64)[:, None] * ((HEADS + 2 * KV) * D) + head * D + half[None, :]
+    low = tl.load(QKV + at, mask=inside, other=0.0).to(tl.float32)
+    high = tl.load(QKV + at + D // 2, mask=inside, other=0.0).to(tl.float32)
+    if head < HEADS + KV:
+        if NORMED:
+            scale = 1.0 / tl.sqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / D + eps)
+            W = QNORM
+            if head >= HEADS:
+                W = KNORM
+            low = tl.load(W + half)[None, :].to(tl.float32) * (low * scale[:, None]).to(kind).to(tl.float32)
+            high = tl.load(W + D // 2 + half)[None, :].to(tl.float32) * (high * scale[:, None]).to(kind).to(tl.float32)
+            low, high = low.to(kind).to(tl.float32), high.to(kind).to(tl.float32)
+        position = tl.load(POSITIONS + token, mask=token < count, other=0).to(tl.int64)
+        cosine = tl.load(ROTARY + position[:, None] * D + half[None, :], mask=inside, other=0.0)
+        sine = tl.load(ROTARY + position[:, None] * D + D // 2 + half[None, :], mask=inside, other=0.0)
+        low, high = low * cosine - high * sine, high * cosine + low * sine
+    if head < HEADS:
+        to = token.to(tl.int64)[:, None] * (HEADS * D) + head * D + half[None, :]
+        tl.store(Q + to, low.to(kind), mask=inside)
+        tl.store(Q + to + D // 2, high.to(kind), mask=inside)
+    else:
+        pair = (head - HEADS) // KV  # 0: a key, 1: a value
+        kv = (head - HEADS) % KV
+        if KEEP:
+            if pair == 0:
+                to = token.to(tl.int64)[:, None] * (KV * D) + kv * D + half[None, :]
+                tl.store(K + to, low.to(kind), mask=inside)
+                tl.store(K + to + D // 2, high.to(kind), mask=inside)
+        place = tl.load(PLACES + token, mask=token < count, other=-1)
+        base = tl.multiple_of(tl.load(OFFSET), 8)
+        to = (place // PAGE) * page_stride + ((layer * 2 + pair) * KV + kv) * (PAGE * D) + (place % PAGE) * D
+        there = inside & (place >= 0)[:, None]
+        tl.store(ANCHOR + base + to[:, None] + half[None, :], low.to(kind), mask=there)
+        tl.store(ANCHOR + base + to[:, None] + D // 2 + half[None, :], high.to(kind), mask=there)
+
+
+def rotate_and_store(
+    qkv: Tensor, rotary: Tensor, positions: Tensor, places: Tensor, cache: Any, layer: int, norms: tuple[Tensor, Tensor] | None,
+    eps: float, heads: int, *, keep: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Norms and rotates queries and keys of `qkv [N, (H + 2K) D]`, and files keys and values in the cache.
+
+    Args:
+        positions, places: `[N]` int64; a place is page * size + token on it, -1 for none.
+        keep: also return the keys.
+
+    Returns:
+        queries `[N, H, D]`, and the keys `[N, K, D]` (not filled where not `keep`).
+    """
+    count, width, kv = qkv.shape[0], cache.width, cache.kv_heads
+    q = qkv.new_empty(count, heads, width)
+    k = qkv.new_empty(count if keep else 1, kv, width)
+    rows = 1 if count <= 512 else 8
+    q_norm, k_norm = norms if norms is not None else (qkv, qkv)
+    _rotate_kernel[(triton.cdiv(count, rows), heads + 2 * kv)](
+        qkv, rotary, positions, places, q_norm, k_norm, q, k, cache.anchor, cache.offset, layer, cache.page_stride, count, eps,
+        HEADS=heads, KV=kv, D=width, PAGE=cache.page_size, NORMED=norms is not None, ROWS=rows, KEEP=keep,
+        num_warps=1 if rows == 1 else 4,
+    )  # fmt: skip
+    return q, k
+
+
+@triton.jit(do_not_specialize=["layer"])
+def _store_kernel(
+    K, V, PLACES, ANCHOR, OFFSET, layer, page_stride, skn, skh, svn, svh,
+    KV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    kv = tl.program_id(1)
+    at = tl.arange(0, D)
+    place = tl.load(PLACES + token)
+    if place >= 0:
+        base = tl.load(OFFSET)
+        to = (place // PAGE) * page_stride + (layer * 2 * KV + kv) * (PAGE * D) + (place % PAGE) * D
+        tl.store(ANCHOR + base + to + at, tl.load(K + token * skn + kv * skh + at))
+        tl.store(ANCHOR + base + to + KV * PAGE * D + at, tl.load(V + token * svn + kv * svh + at))
+
+
+def store(keys: Tensor, values: Tensor, places: Tensor, cache: Any, layer: int) -> None:
+    """Files keys and values `[N, K, D]` (the last dimension dense) at `places [N]`."""
+    _store_kernel[(keys.shape[0], cache.kv_heads)](
+        keys, values, places, cache.anchor, cache.offset, layer, cache.page_stride,
+        keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
+        KV=cache.kv_heads, D=cache.width, PAGE=cache.page_size, num_warps=1,
+    )  # fmt: skip
+
+
+# ------------------------------------------------------------------ decode attention
+
+
+@triton.jit
+def _places_kernel(LENGTH, ACTIVE, TABLE, POSITIONS, PLACES, COUNTS, table_stride, PAGE: tl.constexpr):
+    row = tl.program_id(0)
+    active = tl.load(ACTIVE + row) != 0
+    length = tl.load(LENGTH + row)
+    page = tl.load(TABLE + row * table_stride + length // PAGE, mask=active, other=0).to(tl.int64)
+    tl.store(POSITIONS + row, tl.where(active, length, 0))
+    tl.store(PLACES + row, tl.where(active, page * PAGE + length % PAGE, -1))
+    tl.store(COUNTS + row, tl.where(active, length + 1, 0).to(tl.int32))
+
+
+def decode_places(length: Tensor, active: Tensor, table: Tensor, page_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """For each row `[B]` of a decode step: the new token's position and place, int64, and how many keys it sees, int32.
+
+    A row that is not active gets position 0, place -1, and sees nothing.
+    """
+    rows = len(length)
+    positions, places = torch.empty_like(length), torch.empty_like(length)
+    counts = torch.empty(rows, dtype=torch.int32, device=length.device)
+    _places_kernel[(rows,)](
+        length, active, table, positions, places, counts, table.stride(0), PAGE=page_size, num_warps=1
+    )  # fmt: skip
+    return positions, places, counts
+
+
+@triton.jit(do_not_specialize=["layer", "window"])
+def _decode_kernel(
+    Q, ANCHOR, OFFSET, TABLE, COUNTS, OUT, PARTS, LSE, layer, page_stride, table_stride, sqb, sqh, scaling, softcap, window,
+    KV: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr, CAPPED: tl.constexpr, WINDOW: tl.constexpr, PRECISE: tl.constexpr,
+):  # fmt: skip
+    """Programs: (row, key/value head, split). The G queries that share a key head are the rows of one product."""
+    row = tl.program_id(0)
+    kv = tl.program_id(1)
+    split = tl.program_id(2)
+    n = tl.load(COUNTS + row)
+    first = 0
+    if WINDOW:
+        first = tl.maximum(n - window, 0)
+    blocks = tl.cdiv(n - first, BLOCK)
+    share = tl.cdiv(blocks, SPLITS)
+    start = first + split * share * BLOCK
+    end = tl.minimum(start + share * BLOCK, n)
+    at_g = tl.arange(0, GP)
+    at_d = tl.arange(0, D)
+    real = at_g[:, None] < G
+    q = tl.load(Q + row.to(tl.int64) * sqb + (kv * G + at_g)[:, None] * sqh + at_d[None, :], mask=real, other=0.0)
+    base = tl.multiple_of(tl.load(OFFSET), 8) + (layer * 2 * KV + kv) * (PAGE * D)
+    top = tl.full([GP], float("-inf"), tl.float32)
+    total = tl.zeros([GP], tl.float32)
+    acc = tl.zeros([GP, D], tl.float32)
+    for at in range(start, end, BLOCK):
+        token = at + tl.arange(0, BLOCK)
+        seen = token < end
+        page = tl.load(TABLE + row * table_stride + token // PAGE, mask=seen, other=0).to(tl.int64)
+        place = base + page * page_stride + (token % PAGE) * D
+        k = tl.load(ANCHOR + place[None, :] + at_d[:, None], mask=seen[None, :], other=0.0)
+        if PRECISE:
+            scores = tl.dot(q, k, input_precision="ieee") * scaling
+        else:
+            scores = tl.dot(q, k) * scaling
+        if CAPPED:
+            scores = softcap * (2.0 / (1.0 + tl.exp(-2.0 * scores / softcap)) - 1.0)
+        scores = tl.where(seen[None, :], scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        keep = tl.exp(top - new_top)
+        p = tl.exp(scores - new_top[:, None])
+        v = tl.load(ANCHOR + place[:, None] + KV * PAGE * D + at_d[None, :], mask=seen[:, None], other=0.0)
+        if PRECISE:
+            acc = acc * keep[:, None] + tl.dot(p, v, input_precision="ieee")
+        else:
+            acc = acc * keep[:, None] + tl.dot(p.to(v.dtype), v)
+        total = total * keep + tl.sum(p, 1)
+        top = new_top
+    empty = total == 0
+    acc = acc / tl.where(empty, 1.0, total)[:, None]
+    if SPLITS == 1:
+        to = (row.to(tl.int64) * KV * G + kv * G + at_g)[:, None] * D + at_d[None, :]
+        tl.store(OUT + to, acc.to(OUT.dtype.element_ty), mask=real)
+    else:
+        to = (row.to(tl.int64) * KV * G + kv * G + at_g) * SPLITS + split
+        tl.store(PARTS + to[:, None] * D + at_d[None, :], acc, mask=real)
+        tl.store(LSE + to, tl.where(empty, float("-inf"), top + tl.log(total)), mask=at_g < G)
+
+
+@triton.jit
+def _combine_kernel(PARTS, LSE, OUT, D: tl.constexpr, SPLITS: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64)
+    split = tl.arange(0, SPLITS)
+    lse = tl.load(LSE + at * SPLITS + split)
+    top = tl.max(lse, 0)
+    weight = tl.exp(lse - tl.where(top == float("-inf"), 0.0, top))
+    total = tl.sum(weight, 0)
+    weight = weight / tl.where(total == 0, 1.0, total)
+    at_d = tl.arange(0, D)
+    parts = tl.load(PARTS + (at * SPLITS + split)[:, None] * D + at_d[None, :])
+    tl.store(OUT + at * D + at_d, tl.sum(parts * weight[:, None], 0).to(OUT.dtype.element_ty))
+
+
+def decode_attention(
+    query: Tensor, cache: Any, layer: int, table: Tensor, counts: Tensor, *, scaling: float, splits: int,
+    window: int | None = None, softcap: float | None = None,
+) -> Tensor:  # fmt: skip
+    """Attention of one query a row over its pages: `[B, H, D]` -> `[B, H, D]`; zeros for a row that sees nothing.
+
+    Args:
+        table: `[B, W]` int32, each row's pages in order.
+        counts: `[B]` int32, keys that each row sees.
+        splits: parts of a row's keys that are worked on at once (a power of two).
+    """
+    rows, heads, width = query.shape
+    kv = cache.kv_heads
+    group = heads // kv
+    out = torch.empty(rows, heads, width, dtype=query.dtype, device=query.device)
+    parts = lse = out
+    if splits > 1:
+        parts = torch.empty(rows, heads, splits, width, dtype=torch.float32, device=query.device)
+        lse = torch.empty(rows, heads, splits, dtype=torch.float32, device=query.device)
+    precise = query.dtype == torch.float32
+    block = 32 if precise or width > 128 else 64 if width == 128 else 128
+    _decode_kernel[(rows, kv, splits)](
+        query, cache.anchor, cache.offset, table, counts, out, parts, lse, layer, cache.page_stride, table.stride(0),
+        query.stride(0), query.stride(1), scaling, softcap or 0.0, window or 0,
+        KV=kv, G=group, GP=max(16, triton.next_power_of_2(group)), D=width, PAGE=cache.page_size, BLOCK=block, SPLITS=splits,
+        CAPPED=softcap is not None, WINDOW=window is not None, PRECISE=precise, num_warps=4, num_stages=3,
+    )  # fmt: skip
+    if splits > 1:
+        _combine_kernel[(rows * heads,)](parts, lse, out, D=width, SPLITS=splits, num_warps=1)
+    return out
+
+
+# ------------------------------------------------------------------ sampling
+
+
+@triton.jit
+def _mix(z):
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB
+    return z ^ (z >> 31)
+
+
+@triton.jit
+def _uniform(seed, position):
+    """`sampler.uniforms` for one (seed, position): splitmix64, fp64 in (0, 1)."""
+    gamma = tl.full((), 0x9E3779B97F4A7C15, tl.uint64)
+    state = _mix(seed.to(tl.uint64) + gamma) + (position.to(tl.uint64) + 1) * gamma
+    return ((_mix(state) >> 16).to(tl.int64).to(tl.float64) + 0.5) * 3.552713678800501e-15
+
+
+@triton.jit
+def _scan_kernel(LOGITS, WHICH, SLOTS, TEMPERATURE, TOP, SUM, BEST, vocabulary, blocks, BLOCK: tl.constexpr):
+    """Programs: (sample, block of the vocabulary): the block's largest scaled logit, where, and its sum of exponentials."""
+    i = tl.program_id(0)
+    block = tl.program_id(1)
+    temperature = tl.load(TEMPERATURE + tl.load(SLOTS + i))
+    temperature = tl.where(temperature == 0.0, 1.0, temperature)
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    row = tl.load(WHICH + i).to(tl.int64)
+    x = tl.load(LOGITS + row * vocabulary + at, mask=at < vocabulary, other=float("-inf")).to(tl.float32) / temperature
+    top = tl.max(x, 0)
+    best = tl.min(tl.where(x == top, at, 2147483647), 0)
+    shift = tl.where(top == float("-inf"), 0.0, top)
+    tl.store(TOP + i * blocks + block, top)
+    tl.store(SUM + i * blocks + block, tl.sum(tl.exp(x - shift), 0))
+    tl.store(BEST + i * blocks + block, best)
+
+
+@triton.jit
+def _draw_kernel(
+    LOGITS, WHICH, SLOTS, TEMPERATURE, TOP, SUM, BEST, TOKEN, LENGTH, ACTIVE, WRITTEN, LIMIT, FIRST, SEED, STOPS,
+    TOKENS_OUT, SCORES_OUT, vocabulary, blocks, slots, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, STOPS_WIDTH: tl.constexpr,
+):  # fmt: skip
+    """One program a sample: draws, and moves its row on by a token."""
+    i = tl.program_id(0)
+    slot = tl.load(SLOTS + i)
+    if tl.load(ACTIVE + slot) != 0:
+        row = tl.load(WHICH + i).to(tl.int64)
+        raw = tl.load(TEMPERATURE + slot)
+        temperature = tl.where(raw == 0.0, 1.0, raw)
+        b = tl.arange(0, BLOCKS)
+        tops = tl.load(TOP + i * blocks + b, mask=b < blocks, other=float("-inf"))
+        sums = tl.load(SUM + i * blocks + b, mask=b < blocks, other=0.0)
+        bests = tl.load(BEST + i * blocks + b, mask=b < blocks, other=2147483647)
+        top = tl.max(tops, 0)
+        likeliest = tl.min(tl.where(tops == top, bests, 2147483647), 0)
+        weights = sums.to(tl.float64) * tl.exp(tl.where(tops == float("-inf"), tops, tops - top)).to(tl.float64)
+        upto = tl.cumsum(weights, 0)
+        total = tl.sum(weights, 0)
+        length = tl.load(LENGTH + slot) + 1
+        target = _uniform(tl.load(SEED + slot), length - tl.load(FIRST + slot)) * total
+        last = tl.max(tl.where(weights > 0, b, 0), 0)
+        block = tl.minimum(tl.min(tl.where((upto > target) & (weights > 0), b, BLOCKS), 0), last)
+        here = tl.sum(tl.where(b == block, weights, 0.0), 0)
+        before = tl.sum(tl.where(b == block, upto, 0.0), 0) - here
+        peak = tl.sum(tl.where(b == block, tops, 0.0), 0)
+        at = block * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(LOGITS + row * vocabulary + at, mask=at < vocabulary, other=float("-inf")).to(tl.float32) / temperature
+        e = tl.exp(x - peak).to(tl.float64)
+        inner = tl.cumsum(e, 0)
+        share = tl.minimum(tl.maximum((target - before) / here, 0.0), 1.0)
+        goal = share * tl.sum(e, 0)
+        final = tl.max(tl.where(e > 0, at, 0), 0)
+        token = tl.minimum(tl.min(tl.where((inner > goal) & (e > 0), at, 2147483647), 0), final)
+        token = tl.where(raw == 0.0, likeliest, token)
+        token = tl.minimum(tl.maximum(token, 0), vocabulary - 1)
+        chosen = tl.load(LOGITS + row * vocabulary + token).to(tl.float32) / temperature
+        score = (chosen.to(tl.float64) - top.to(tl.float64) - tl.log(total)).to(tl.float32)
+        written = tl.load(WRITTEN + slot)
+        tl.store(TOKENS_OUT + written * slots + slot, token.to(tl.int64))
+        tl.store(SCORES_OUT + written * slots + slot, score)
+        stops = tl.load(STOPS + slot * STOPS_WIDTH + tl.arange(0, STOPS_WIDTH))
+        stopped = tl.sum((stops == token).to(tl.int32), 0) > 0
+        ended = stopped | (length + 1 >= tl.load(LIMIT + slot)) | (score - score != 0)
+        tl.store(TOKEN + slot, token.to(tl.int64))
+        tl.store(LENGTH + slot, length)
+        tl.store(WRITTEN + slot, written + 1)
+        tl.store(ACTIVE + slot, tl.where(ended, 0, 1).to(tl.int64))
+
+
+def sample(logits: Tensor, which: Tensor, slots: Tensor, state: Any) -> None:
+    """Draws a token for each of N samples and moves its row of the state on (see `RowState`).
+
+    The distribution is inverted at the sample's uniform number, as `Sampler` does: its block first, then the token.
+
+    Args:
+        logits: `[M, V]`, any floating dtype.
+        which: `[N]` int64, each sample's row of `logits`.
+        slots: `[N]` int64, its row of the state. A row that is not active is left alone.
+    """
+    count, vocabulary = len(which), logits.shape[1]
+    block = 2048
+    blocks = triton.cdiv(vocabulary, block)
+    top = torch.empty(count, blocks, dtype=torch.float32, device=logits.device)
+    total = torch.empty_like(top)
+    best = torch.empty(count, blocks, dtype=torch.int32, device=logits.device)
+    _scan_kernel[(count, blocks)](
+        logits, which, slots, state.temperature, top, total, best, vocabulary, blocks, BLOCK=block, num_warps=4
+    )  # fmt: skip
+    _draw_kernel[(count,)](
+        logits, which, slots, state.temperature, top, total, best, state.token, state.length, state.active, state.written,
+        state.limit, state.first, state.seed, state.stops, state.tokens_out, state.scores_out, vocabulary, blocks,
+        state.tokens_out.shape[1],
+        BLOCK=block, BLOCKS=triton.next_power_of_2(blocks), STOPS_WIDTH=state.stops.shape[1], num_warps=4,
+    )  # fmt: skip

@@ -1,0 +1,514 @@
+"""The native rollout engine over a paged cache: what `rollout.engine=native` is on a GPU.
+
+A step: start waiting requests while there are rows and pages for them (one packed prefill; a prompt of a group once), then
+send the device off to decode every running row for a window of tokens (`steps_per_look`), and, while it does, read what
+the window before brought: append tokens, take out what has ended, free its pages. The device needs no word from the host
+within a window: it draws, checks stop tokens and lengths, and feeds itself. The host is the judge all the same: it cuts
+at stop strings, and what a row drew beyond its end is not read.
+
+There is no copy of a weight; an update needs no transfer. `update_weights` and `release` make the running requests wait
+again, and the next step computes their caches anew, as it does for those that gave up their pages to others.
+
+A sample depends on its seed, its prompt and the weights. Matrix products round differently for another number of rows, so
+in fp32 it is the same in any batch but for a draw within 1e-6 of a border between two tokens; in bf16 such are not rare.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count
+from types import ModuleType
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from podium.core.errors import ModelError, RolloutError
+from podium.engines.base import Request, Trajectory
+from podium.engines.rollout.native.engine import Counters
+from podium.engines.rollout.native.graphs import DecodeStep, bucket_of, splits_of
+from podium.engines.rollout.native.memory import cache_pages
+from podium.engines.rollout.native.paged_cache import PagedCache, RowState, to_device
+from podium.engines.rollout.native.paged_scheduler import PagedScheduler, Row, Start
+from podium.engines.rollout.native.pages import PagePool
+from podium.engines.rollout.native.passes import FusedForward, ModuleForward, Piece, PrefillPass
+from podium.engines.rollout.native.scheduler import STOPS, Sequence
+from podium.engines.rollout.requests import Limits
+from podium.engines.rollout.stopping import StopRule, end_token_ids
+from podium.models.attention import IMPLEMENTATION, use_podium_attention
+from podium.models.fused import can_fuse, fuse
+from podium.models.lm_head import base_of, lm_head_of, podium_attention, verify_head
+from podium.models.packed import Packed
+from podium.models.storage import moved_parameters, storage_fingerprint
+
+_log = logging.getLogger(__name__)
+
+# Rows of logits that a prefill computes at once.
+_LOGITS_ROWS = 256
+
+
+@dataclass
+class Look:
+    """Tokens on their way to the host: `tokens [steps, rows]` (-1: none) and log-probs, there once `event` is."""
+
+    rows: list[Row]
+    steps: int
+    tokens: Tensor
+    scores: Tensor
+    event: torch.cuda.Event | None
+    version: int
+
+
+class PagedEngine:
+    """A `RolloutEngine` over a `transformers` causal LM that someone else may be training.
+
+    The model's attention is switched to Podium's; with `fused`, its q/k/v and gate/up weights are laid out together (see
+    `models.fused`). Parameters are read, never written.
+
+    Args:
+        max_concurrent: sequences decoded at once.
+        prefill_tokens: prompt tokens in one forward pass; longer prompts take several.
+        max_cache_tokens: bound on the cache, in tokens; None: nine tenths of the memory that is free when it is taken.
+        page_size: tokens on a page (a power of two).
+        steps_per_look: decode steps between two looks of the host. `step` advances a request by at most so many tokens.
+        graphs: replay CUDA graphs; False runs each operation as it is written (the plain path).
+        fused: use fused layers where the architecture has them; otherwise the model's own modules run.
+
+    Raises:
+        ModelError: the model's head or attention cannot be used.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        max_concurrent: int = 256,
+        prefill_tokens: int = 16384,
+        max_cache_tokens: int | None = None,
+        page_size: int = 64,
+        steps_per_look: int = 8,
+        graphs: bool = True,
+        fused: bool = True,
+    ) -> None:
+        for name, value in (
+            ("max_concurrent", max_concurrent),
+            ("prefill_tokens", prefill_tokens),
+            ("steps_per_look", steps_per_look),
+        ):
+            if value < 1:
+                raise RolloutError(f"{name}={value} must be at least 1")
+        if page_size < 1 or page_size & (page_size - 1):
+            raise RolloutError(f"page_size={page_size} must be a power of two")
+        self.model, self.tokenizer = model, tokenizer
+        self.base, self.head = base_of(model), lm_head_of(model)
+        self.device = self.base.device
+        self.policy_version = 0
+        self.prefill_tokens, self.max_cache_tokens, self.window = prefill_tokens, max_cache_tokens, steps_per_look
+        self.counters = Counters()
+        self._ops = operations(self.device)
+        self._scheduler = PagedScheduler(max_concurrent, 2 * steps_per_look)
+        self._looks: deque[Look] = deque()
+        self._finished: list[Trajectory] = []
+        self._stale = False
+        self._ids = count()
+        self._ends = end_token_ids(model, tokenizer)
+        self._limits = Limits.within_one_rotation(model)
+        self._cache = _cache_for(self.base, page_size)
+        longest = self._limits.positions or 1 << 20
+        self.state = RowState(max_concurrent, -(-longest // page_size), steps_per_look, self.device)
+        forward = self._forward_for(fused, longest)
+        self._check(forward)
+        self._forward = forward
+        self._decode = DecodeStep(
+            forward, self.head.logits, self._ops, self._cache, self.state, graphs=graphs and self.device.type == "cuda"
+        )
+        self._storage = storage_fingerprint(model)
+
+    # ------------------------------------------------------------------ the interface
+
+    def submit(self, request: Request) -> int:
+        """Queues a request. Raises RolloutError where it can never be served (`Limits.check`; a cache too small for it)."""
+        self._limits.check(request)
+        rule = StopRule(self.tokenizer, request.sampling, self._ends, request.prompt_ids, request.response_ids)
+        sequence = Sequence(next(self._ids), request, rule)
+        self._scheduler.check_fits(sequence)
+        self._scheduler.add(sequence)
+        return sequence.id
+
+    def step(self) -> list[Trajectory]:
+        """Starts what can start, sends off a window of decoding, and reads the one before; what finished.
+
+        Raises RolloutError, naming request and position, where logits are not finite: the request waits again, with what
+        it had before.
+        """
+        with self._generating():
+            if self._stale:
+                self._restart()
+            self._wake()
+            self._admit()
+            sent = self._send()
+            while len(self._looks) > (1 if sent else 0):
+                self._read(self._looks.popleft())
+        finished, self._finished = self._finished, []
+        return finished
+
+    def abort(self, request_id: int) -> Trajectory | None:
+        """Ends a request; `requests.resume` makes the request that continues it."""
+        sequence = self._scheduler.drop(request_id)
+        if sequence is None:
+            self._read_all()
+            row = next((r for r in self._scheduler.rows if r.sequence.id == request_id and not r.ended), None)
+            if row is None:
+                return None
+            self._scheduler.end(row)
+            sequence = row.sequence
+        return sequence.trajectory("aborted")
+
+    @property
+    def pending(self) -> int:
+        running = sum(not row.ended for row in self._scheduler.rows)
+        # What has left its row but was not read yet, and what was read but not handed out.
+        leaving = {id(row) for look in self._looks for row in look.rows if not row.ended} - {
+            id(row) for row in self._scheduler.rows
+        }
+        return len(self._scheduler.waiting) + running + len(leaving) + len(self._finished)
+
+    def update_weights(self, version: int) -> None:
+        """The parameters now hold this version. Running sequences go on under it, in a new segment.
+
+        Raises RolloutError where a parameter is no longer where it was when the engine was made.
+        """
+        moved = moved_parameters(self._storage, storage_fingerprint(self.model))
+        if moved:
+            raise RolloutError(
+                f"{len(moved)} of the model's parameters moved since the engine was made, '{moved[0]}' first",
+                where="update_weights",
+                remedy="change parameters in place, or make a new engine after moving or casting the model",
+            )
+        self._read_all()
+        self.policy_version = version
+        self._stale = True
+
+    def release(self) -> None:
+        """Gives the cache's memory back. Running requests stay; the next step computes theirs again."""
+        self._read_all()
+        self._restart()
+        self._scheduler.pool = None
+        self._cache.release()
+
+    @property
+    def cache_bytes(self) -> int:
+        """Memory held by the cache now, in bytes."""
+        return self._cache.bytes
+
+    @property
+    def preemptions(self) -> int:
+        """Requests that gave up their pages to others so far."""
+        return self._scheduler.preemptions
+
+    # ------------------------------------------------------------------ starting
+
+    def _wake(self) -> None:
+        """Takes the cache's memory where it is not there."""
+        if self._cache.pages is not None or not self._scheduler.waiting:
+            return
+        longest = max(sequence.most for sequence in self._scheduler.waiting.values())
+        pages = cache_pages(
+            self._cache, self.max_cache_tokens, self._scheduler.max_concurrent * -(-longest // self._cache.page_size)
+        )
+        self._cache.allocate(pages)
+        self._scheduler.pool = PagePool(pages, self._cache.page_size)
+        _log.info("rollout cache: %d pages of %d tokens, %.2f GB", pages, self._cache.page_size, self._cache.bytes / 1e9)
+
+    def _restart(self) -> None:
+        """All running requests wait again, first."""
+        rows = [row for row in self._scheduler.rows if not row.ended]
+        self._scheduler.preempt(rows)
+        self._scheduler.rows = []
+        self.state.keep([])
+        self._stale = False
+
+    def _admit(self) -> None:
+        if not self._scheduler.waiting:
+            return
+        self._settle()
+        while starts := self._scheduler.take(self.prefill_tokens):
+            self._prefill(starts)
+
+    def _settle(self) -> None:
+        stay = self._scheduler.settle()
+        if stay is not None:
+            self.state.keep(stay)
+            self.state.upload(len(stay))
+            self._show_pages()
+
+    def _prefill(self, starts: list[Start]) -> None:
+        """Fills the caches of rows that were just started, and draws their first tokens."""
+        fresh = sum(len(start.rows) for start in starts)
+        slot = len(self._scheduler.rows) - fresh
+        slots: list[list[int]] = []
+        for start in starts:
+            slots.append(list(range(slot, slot + len(start.rows))))
+            slot += len(start.rows)
+            for at, row in zip(slots[-1], start.rows, strict=True):
+                self._set_row(at, row)
+        self.state.upload(slot)
+        self._show_pages()
+        for pieces, final in self._passes(starts):
+            step = PrefillPass(self._ops, self._cache, [piece for _, piece in pieces], self.device)
+            hidden = self._forward(step)
+            self.counters.prefill_tokens += len(step.ids)
+            if final:
+                last = hidden[step.last[to_device(np.array([at for at, _ in final]), self.device)]]
+                self._first_tokens(last, [starts[i] for _, i in final], [slots[i] for _, i in final])
+
+    def _passes(self, starts: list[Start]) -> Iterator[tuple[list[tuple[int, Piece]], list[tuple[int, int]]]]:
+        """Cuts the texts into passes of at most `prefill_tokens`: the pieces, and (place, start) of those that end there."""
+        pieces: list[tuple[int, Piece]] = []
+        final: list[tuple[int, int]] = []
+        room = self.prefill_tokens
+        for i, start in enumerate(starts):
+            at = start.known
+            while at < len(start.text):
+                end = min(len(start.text), at + room)
+                pieces.append((i, Piece(start.text, start.rows[0].pages, at, end)))
+                if end == len(start.text):
+                    final.append((len(pieces) - 1, i))
+                room -= end - at
+                at = end
+                if not room:
+                    yield pieces, final
+                    pieces, final, room = [], [], self.prefill_tokens
+        if pieces:
+            yield pieces, final
+
+    def _first_tokens(self, hidden: Tensor, starts: list[Start], slots: list[list[int]]) -> None:
+        """Draws the first token of every row of these starts from each start's last hidden state `[S, hidden]`."""
+        size = self._cache.page_size
+        copies = [
+            (start.rows[0].pages[len(start.text) // size], row.pages[len(start.text) // size])
+            for start in starts
+            if len(start.text) % size
+            for row in start.rows[1:]
+        ]
+        if copies:
+            self._cache.copy([a for a, _ in copies], [b for _, b in copies])
+        for at in range(0, len(starts), _LOGITS_ROWS):
+            part, places = starts[at : at + _LOGITS_ROWS], slots[at : at + _LOGITS_ROWS]
+            rows = [row for start in part for row in start.rows]
+            lengths = [len(start.text) for start in part for _ in start.rows]
+            which = np.repeat(np.arange(len(part)), [len(start.rows) for start in part])
+            on_device = self.state.start([slot for group in places for slot in group], lengths)
+            logits = self.head.logits(hidden[at : at + _LOGITS_ROWS])
+            self._draw(logits, to_device(which, self.device), on_device, rows)
+            self._look(rows, 1, on_device)
+
+    def _set_row(self, slot: int, row: Row) -> None:
+        request = row.sequence.request
+        stops = () if row.sequence.watched else sorted(row.sequence.rule.end_ids)[:STOPS]
+        self.state.set_row(slot, row.sequence.most, len(request.prompt_ids), request.seed, request.sampling.temperature, stops)
+        self._page_row(slot, row)
+
+    def _page_row(self, slot: int, row: Row) -> None:
+        self.state.host_table[slot, : len(row.pages)] = row.pages
+
+    def _show_pages(self) -> None:
+        rows = self._scheduler.rows
+        if rows:
+            self.state.upload_pages(len(rows), max(len(row.pages) for row in rows))
+
+    # ------------------------------------------------------------------ decoding
+
+    def _send(self) -> bool:
+        """Sends off a window for all rows that may need one; False where none does."""
+        self._settle()
+        if not self._scheduler.rows:
+            return False
+        steps = min(self.window, max(row.sequence.most - row.reach for row in self._scheduler.rows))
+        if self._scheduler.lacking(steps) > 0:
+            self._read_all()
+            self._settle()
+            before = len(self._scheduler.rows)
+            self._scheduler.make_room(steps)
+            if len(self._scheduler.rows) < before:
+                self.state.keep(list(range(len(self._scheduler.rows))))
+            if not self._scheduler.rows:
+                return False
+        grown: list[int] = []
+        self._scheduler.grow(steps, lambda slot, row: (grown.append(slot), self._page_row(slot, row))[0])
+        if grown:
+            self._show_pages()
+        rows = list(self._scheduler.rows)
+        bucket = bucket_of(len(rows), self._scheduler.max_concurrent)
+        splits = splits_of(bucket, self._cache.kv_heads, max(row.reach for row in rows) + steps)
+        self.state.written.zero_()
+        self.state.tokens_out.fill_(-1)
+        truncated = any(_truncates(row) for row in rows)
+        for _ in range(steps):
+            logits = self._decode(bucket, splits, draw=not truncated)
+            if truncated:
+                assert logits is not None
+                at = self.state.all_slots[: len(rows)]
+                self._draw(logits, at, at, rows)
+        self.counters.decode_steps += steps
+        self._look(rows, steps, self.state.all_slots[: len(rows)])
+        return True
+
+    def _draw(self, logits: Tensor, which: Tensor, slots: Tensor, rows: list[Row]) -> None:
+        """Draws for `rows`, whose slots are given; by way of torch where one of them truncates."""
+        if not any(_truncates(row) for row in rows):
+            self._ops.sample(logits, which, slots, self.state)
+            return
+        from podium.engines.rollout.native import plain
+
+        size = len(self.state.temperature)
+        settings = np.zeros((3, size))
+        settings[1] = 1.0
+        for slot, row in zip(slots.tolist(), rows, strict=True):
+            s = row.sequence.request.sampling
+            settings[:, slot] = s.top_k, s.top_p, s.min_p
+        top_k, top_p, min_p = to_device(settings, self.device)
+        plain.sample(logits, which, slots, self.state, (top_k.long(), top_p.float(), min_p.float()))
+
+    def _look(self, rows: list[Row], steps: int, slots: Tensor) -> None:
+        """Starts the way of the rows' tokens to the host."""
+        tokens, scores = self.state.tokens_out[:steps, slots], self.state.scores_out[:steps, slots]
+        event = None
+        if self.device.type == "cuda":
+            tokens, scores = (_to_host(x) for x in (tokens, scores))
+            event = torch.cuda.Event()
+            event.record()
+        for row in rows:
+            row.under_way += steps
+        self._looks.append(Look(rows, steps, tokens, scores, event, self.policy_version))
+
+    def _read_all(self) -> None:
+        while self._looks:
+            self._read(self._looks.popleft())
+
+    def _read(self, look: Look) -> None:
+        """Gives the rows their tokens; takes out those that end."""
+        if look.event is not None:
+            look.event.synchronize()
+        tokens, scores = look.tokens.numpy(), look.scores.numpy()
+        written = (tokens >= 0).sum(0)
+        bad_at = np.where((tokens >= 0) & ~np.isfinite(scores), 1, 0)
+        ends = np.where(bad_at.any(0), bad_at.argmax(0), written)
+        bad: list[Row] = []
+        columns, log_probs = tokens.T.tolist(), scores.T.tolist()
+        for i, row in enumerate(look.rows):
+            row.under_way -= look.steps
+            if row.ended:
+                continue
+            end = int(ends[i])
+            before = len(row.sequence.tokens)
+            reason = row.sequence.extend(columns[i][:end], log_probs[i][:end], look.version)
+            self.counters.sampled_tokens += len(row.sequence.tokens) - before
+            if reason is not None:
+                self._finished.append(row.sequence.trajectory(reason))
+                self._scheduler.end(row)
+            elif end < written[i]:
+                bad.append(row)
+        if bad:
+            self._scheduler.preempt(bad)
+            sequence = bad[0].sequence
+            raise RolloutError(
+                f"the model's logits for request {sequence.id} at response position {len(sequence.tokens)} are not finite "
+                "(NaN, +inf, or all -inf)",
+                remedy="look for NaN in the weights (a too high learning rate?), or use float32",
+            )
+
+    # ------------------------------------------------------------------ the model
+
+    def _forward_for(self, fused: bool, positions: int) -> FusedForward | ModuleForward:
+        reason = can_fuse(self.base) if fused else "fused=False"
+        if reason is None:
+            with podium_attention(self.model), self._generating():
+                return FusedForward(fuse(self.base, positions), self._ops)
+        if fused:
+            _log.warning("%s runs its own modules in rollout, slower: %s", type(self.model).__name__, reason)
+        return ModuleForward(self.base)
+
+    def _check(self, forward: FusedForward | ModuleForward) -> None:
+        """Compares with the model's own attention on a few tokens, through the cache. Raises ModelError where they differ."""
+
+        def hidden_of(base: PreTrainedModel, packed: Packed) -> Tensor:
+            texts, counts = _texts(packed)
+            size = self._cache.page_size
+            each = -(-max(map(len, texts)) // size)
+            self._cache.allocate(each * len(texts))
+            pieces = [Piece(text, list(range(i * each, (i + 1) * each)), 0, len(text)) for i, text in enumerate(texts)]
+            hidden = forward(PrefillPass(self._ops, self._cache, pieces, self.device))
+            parts = hidden.split([len(text) for text in texts])
+            return torch.cat([part[-n:] for part, n in zip(parts, counts, strict=True)])
+
+        try:
+            with podium_attention(self.model), self._generating():
+                verify_head(self.model, hidden_of)
+        except ModelError as error:
+            raise ModelError(
+                f"the native rollout engine cannot run {type(self.model).__name__}: {error.what}",
+                remedy="set rollout.engine=hf",
+            ) from error
+        finally:
+            self._cache.pages = None
+
+    @contextmanager
+    def _generating(self) -> Iterator[None]:
+        """Evaluation mode, no gradients, Podium's attention; modes are put back as they were."""
+        training = [module for module in self.model.modules() if module.training] if self.model.training else []
+        for module in training:
+            module.training = False
+        for module in (self.model, self.base):
+            if module.config._attn_implementation != IMPLEMENTATION:
+                use_podium_attention(module)
+        try:
+            with torch.inference_mode():
+                yield
+        finally:
+            for module in training:
+                module.training = True
+
+
+def operations(device: torch.device) -> ModuleType:
+    """The layers' small operations for a device: `kernels` (Triton) on CUDA, `plain` (torch) elsewhere."""
+    if device.type == "cuda":
+        from podium.engines.rollout.native import kernels
+
+        return kernels
+    from podium.engines.rollout.native import plain
+
+    return plain
+
+
+def _cache_for(base: PreTrainedModel, page_size: int) -> PagedCache:
+    config = base.config.get_text_config()
+    heads = config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    dtype = base.get_input_embeddings().weight.dtype
+    return PagedCache(config.num_hidden_layers, kv_heads, width, page_size, dtype, base.device)
+
+
+def _texts(packed: Packed) -> tuple[list[tuple[int, ...]], list[int]]:
+    """Each run of a packed row with its parent's tokens before it, and how many tokens are its own."""
+    runs = [tuple(run.tolist()) for run in packed.ids.split(packed.lengths.tolist())]
+    parents = packed.parents.tolist()
+    return [(runs[p] if p >= 0 else ()) + run for run, p in zip(runs, parents, strict=True)], packed.lengths.tolist()
+
+
+def _truncates(row: Row) -> bool:
+    s = row.sequence.request.sampling
+    return bool(s.temperature and (s.top_k or s.top_p < 1 or s.min_p))
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    """A pinned copy that is filled in the stream's order."""
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)

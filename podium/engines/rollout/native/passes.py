@@ -1,0 +1,207 @@
+"""One forward pass of the paged engine: which tokens, where their keys go, and what they see.
+
+A pass is the attention context of the model's modules (`AttentionContext`), and what `FusedForward` calls.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from podium.engines.rollout.native.paged_cache import PagedCache, RowState, to_device
+from podium.models.fused import FusedLayer, FusedModel
+from podium.models.packed_attention import PackedAttention
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Tokens `start..end` of a text whose pages are `pages`; what stands before is in the cache."""
+
+    tokens: tuple[int, ...]
+    pages: list[int]
+    start: int
+    end: int
+
+
+class DecodePass:
+    """One new token for each of the first `rows` rows of the state. Nothing here asks the device for a number."""
+
+    def __init__(self, ops: ModuleType, cache: PagedCache, state: RowState, rows: int, splits: int) -> None:
+        self.ops, self.cache, self.splits = ops, cache, splits
+        self.table = state.table[:rows]
+        self.ids = state.token[:rows]
+        self.positions, self.places, self.counts = ops.decode_places(
+            state.length[:rows], state.active[:rows], self.table, cache.page_size
+        )
+        self.form = (rows, 1)
+
+    def rotate_and_attend(self, index: int, layer: FusedLayer, model: FusedModel, qkv: Tensor) -> Tensor:
+        """`qkv [B, (H + 2K) D]` -> `[B, H D]`."""
+        q, _ = self.ops.rotate_and_store(
+            qkv, model.rotary, self.positions, self.places, self.cache, index, _norms(layer), model.eps, model.heads, keep=False
+        )
+        return self._decode(q, index, model.scaling, layer.window, None).flatten(1)
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scaling: float,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        index: Any = module.layer_idx
+        self.ops.store(key[:, :, 0], value[:, :, 0], self.places, self.cache, index)
+        return self._decode(query[:, :, 0], index, scaling, sliding_window, softcap)[:, None]
+
+    def _decode(self, query: Tensor, index: int, scaling: float, window: int | None, softcap: float | None) -> Tensor:
+        return self.ops.decode_attention(
+            query, self.cache, index, self.table, self.counts,
+            scaling=scaling, splits=self.splits, window=window, softcap=softcap,
+        )  # fmt: skip
+
+
+class PrefillPass:
+    """The tokens of several pieces in one row; each sees its own text up to itself."""
+
+    def __init__(self, ops: ModuleType, cache: PagedCache, pieces: list[Piece], device: torch.device) -> None:
+        self.ops, self.cache, self.pieces = ops, cache, pieces
+        self.lengths = [piece.end - piece.start for piece in pieces]
+        positions = np.concatenate([np.arange(piece.start, piece.end) for piece in pieces])
+        self.ids = to_device(np.array([t for p in pieces for t in p.tokens[p.start : p.end]], dtype=np.int64), device)
+        self.positions = to_device(positions, device)
+        self.places = to_device(np.concatenate([self._places(p.pages, p.start, p.end) for p in pieces]), device)
+        self.last = to_device(np.cumsum(self.lengths) - 1, device)
+        self.form = (1, len(positions))
+        self.packed: PackedAttention | None = None
+        if not any(piece.start for piece in pieces):
+            self.packed = PackedAttention(torch.tensor(self.lengths))
+        else:
+            seen = np.concatenate([self._places(p.pages, 0, p.end) for p in pieces])
+            self.seen_page = to_device(seen // cache.page_size, device)
+            self.seen_token = to_device(seen % cache.page_size, device)
+            self.ends = [piece.end for piece in pieces]
+            self._borders = [to_device(np.cumsum([0, *x]).astype(np.int32), device) for x in (self.lengths, self.ends)]
+
+    def _places(self, pages: list[int], start: int, end: int) -> np.ndarray:
+        at, size = np.arange(start, end), self.cache.page_size
+        return np.array(pages, dtype=np.int64)[at // size] * size + at % size
+
+    def rotate_and_attend(self, index: int, layer: FusedLayer, model: FusedModel, qkv: Tensor) -> Tensor:
+        """`qkv [N, (H + 2K) D]` -> `[N, H D]`."""
+        q, k = self.ops.rotate_and_store(
+            qkv, model.rotary, self.positions, self.places, self.cache, index, _norms(layer), model.eps, model.heads, keep=True
+        )
+        v = qkv.view(len(qkv), -1, model.width)[:, -model.kv_heads :]
+        return self._attend(nn.Identity(), index, q, k, v, model.scaling, layer.window, None).flatten(1)
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scaling: float,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        index: Any = module.layer_idx
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        self.ops.store(k, v, self.places, self.cache, index)
+        return self._attend(module, index, q, k, v, scaling, sliding_window, softcap)[None]
+
+    def _attend(
+        self, module: nn.Module, index: int, q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None,
+        softcap: float | None,
+    ) -> Tensor:  # fmt: skip
+        """`[N, H, D]` over `[N, K, D]`, and over the cache where a piece has something before it -> `[N, H, D]`."""
+        if self.packed is not None:
+            rows = (x.transpose(0, 1)[None] for x in (q, k, v))
+            return self.packed.attend(module, *rows, scaling=scaling, sliding_window=window, softcap=softcap)[0]
+        assert self.cache.pages is not None
+        layer = self.cache.pages[:, index]
+        k, v = (layer[self.seen_page, pair, :, self.seen_token] for pair in (0, 1))  # [sum of ends, K, D]
+        if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and softcap is None and q.shape[-1] <= 256:
+            return self._one_kernel(q, k, v, scaling, window)
+        outs = [
+            _over_past(*piece, scaling, window, softcap)
+            for piece in zip(q.split(self.lengths), k.split(self.ends), v.split(self.ends), strict=True)
+        ]
+        return torch.cat(outs)
+
+    def _one_kernel(self, q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None) -> Tensor:
+        from torch.nn.attention.varlen import varlen_attn
+
+        from podium.models.packed_attention import _grouped
+
+        left = -1 if window is None else window - 1
+        out = varlen_attn(
+            q, k, v, *self._borders, max(self.lengths), max(self.ends), scale=scaling, window_size=(left, 0), **_grouped(q, k)
+        )
+        assert isinstance(out, Tensor)
+        return out
+
+
+def _over_past(q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None, softcap: float | None) -> Tensor:
+    """One piece: `q [n, H, D]`, the last n of the `end` tokens in `k`, `v` `[end, K, D]`."""
+    count, end, kv = len(q), len(k), k.shape[1]
+    position, key = torch.arange(end - count, end, device=q.device)[:, None], torch.arange(end, device=q.device)
+    seen = key <= position
+    if window is not None:
+        seen &= key > position - window
+    q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+    k, v = (x.repeat_interleave(len(q) // kv, 0) for x in (k, v))
+    if softcap is None:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scaling).transpose(0, 1)
+    scores = (torch.tanh(q @ k.transpose(1, 2) * (scaling / softcap)) * softcap).masked_fill(~seen, float("-inf"))
+    return (scores.softmax(-1, dtype=torch.float32).to(v.dtype) @ v).transpose(0, 1)
+
+
+def _norms(layer: FusedLayer) -> tuple[Tensor, Tensor] | None:
+    return None if layer.q_norm is None or layer.k_norm is None else (layer.q_norm, layer.k_norm)
+
+
+# ------------------------------------------------------------------ running the model
+
+
+class ModuleForward:
+    """The model's own modules, whatever they are; attention alone is Podium's."""
+
+    def __init__(self, base: PreTrainedModel) -> None:
+        self.base = base
+
+    def __call__(self, step: DecodePass | PrefillPass) -> Tensor:
+        """Last hidden states `[N, hidden]` of the pass's tokens."""
+        ids, positions = step.ids.view(step.form), step.positions.view(step.form)
+        out = self.base(input_ids=ids, position_ids=positions, use_cache=False, podium_context=step)
+        return out.last_hidden_state.flatten(0, 1)
+
+
+class FusedForward:
+    """The same numbers with fewer and larger operations, for the layers that `models.fused` knows."""
+
+    def __init__(self, model: FusedModel, ops: ModuleType) -> None:
+        self.model, self.ops = model, ops
+
+    def __call__(self, step: DecodePass | PrefillPass) -> Tensor:
+        """Last hidden states `[N, hidden]` of the pass's tokens."""
+        ops, eps = self.ops, self.model.eps
+        x, residual = F.embedding(step.ids, self.model.embedding), None
+        for index, layer in enumerate(self.model.layers):
+            normed, residual = ops.add_rms_norm(x, residual, layer.input_norm, eps)
+            qkv = F.linear(normed, layer.qkv, layer.qkv_bias)
+            x = F.linear(step.rotate_and_attend(index, layer, self.model, qkv), layer.out, layer.out_bias)
+            normed, residual = ops.add_rms_norm(x, residual, layer.post_norm, eps)
+            x = F.linear(ops.silu_mul(F.linear(normed, layer.gate_up)), layer.down)
+        return ops.add_rms_norm(x, residual, self.model.norm, eps)[0]

@@ -1,0 +1,102 @@
+"""The functions of `kernels` in torch alone: for a CPU, and to check the kernels against."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from podium.engines.rollout.native.sampler import Truncation, device_uniforms, draw
+
+
+def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    total = x if residual is None else x + residual
+    wide = total.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * wide.to(x.dtype), total
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def rotate_and_store(
+    qkv: Tensor, rotary: Tensor, positions: Tensor, places: Tensor, cache: Any, layer: int, norms: tuple[Tensor, Tensor] | None,
+    eps: float, heads: int, *, keep: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    width, kv = cache.width, cache.kv_heads
+    q, k, v = qkv.view(len(qkv), -1, width).split([heads, kv, kv], 1)
+    if norms is not None:
+        q, k = add_rms_norm(q, None, norms[0], eps)[0], add_rms_norm(k, None, norms[1], eps)[0]
+    cosine, sine = (part[:, None].repeat(1, 1, 2).to(q.dtype) for part in rotary[positions].chunk(2, -1))
+    q, k = (x * cosine + torch.cat([-x[..., width // 2 :], x[..., : width // 2]], -1) * sine for x in (q, k))
+    store(k, v, places, cache, layer)
+    return q, k
+
+
+def store(keys: Tensor, values: Tensor, places: Tensor, cache: Any, layer: int) -> None:
+    real = places >= 0
+    page, token = places[real] // cache.page_size, places[real] % cache.page_size
+    cache.pages[page, layer, 0, :, token] = keys[real]
+    cache.pages[page, layer, 1, :, token] = values[real]
+
+
+def decode_places(length: Tensor, active: Tensor, table: Tensor, page_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    on = active != 0
+    at = torch.where(on, length, 0)
+    page = table.gather(1, (at // page_size)[:, None])[:, 0].long()
+    places = torch.where(on, page * page_size + at % page_size, -1)
+    return at, places, torch.where(on, length + 1, 0).to(torch.int32)
+
+
+def decode_attention(
+    query: Tensor, cache: Any, layer: int, table: Tensor, counts: Tensor, *, scaling: float, splits: int,
+    window: int | None = None, softcap: float | None = None,
+) -> Tensor:  # fmt: skip
+    rows, heads, width = query.shape
+    kv, longest = cache.kv_heads, int(counts.max())
+    if not longest:
+        return torch.zeros_like(query)
+    pages = table[:, : -(-longest // cache.page_size)].long()
+    # [B, W, 2, K, P, D] -> [2, B, K, W P, D]
+    found = cache.pages[:, layer][pages].permute(2, 0, 3, 1, 4, 5).flatten(3, 4)
+    keys, values = found[0, :, :, :longest], found[1, :, :, :longest]
+    at = torch.arange(longest, device=query.device)
+    seen = at < counts[:, None]
+    if window is not None:
+        seen = seen & (at >= counts[:, None] - window)
+    grouped = query.reshape(rows, kv, heads // kv, width)
+    out = _attend(grouped, keys, values, seen[:, None, None], scaling, softcap)
+    return torch.where((counts > 0)[:, None, None], out.reshape(rows, heads, width), 0)
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, scaling: float, softcap: float | None) -> Tensor:
+    """`query [B, K, R, D]`, `key`, `value [B, K, L, D]`, `seen` bool -> `[B, K, R, D]`."""
+    if softcap is None:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=scaling)
+    scores = torch.tanh(query @ key.transpose(-1, -2) * (scaling / softcap)) * softcap
+    weights = scores.masked_fill(~seen, float("-inf")).softmax(-1, dtype=torch.float32)
+    return weights.to(value.dtype) @ value
+
+
+def sample(logits: Tensor, which: Tensor, slots: Tensor, state: Any, truncation: Truncation | None = None) -> None:
+    """As `kernels.sample`; it can also truncate, by each state row's top-k, top-p and min-p `[R]`."""
+    on = state.active[slots] != 0
+    which, slots = which[on], slots[on]
+    temperature = state.temperature[slots]
+    greedy = temperature == 0
+    scaled = logits[which].float() / torch.where(greedy, 1.0, temperature)[:, None]
+    length = state.length[slots] + 1
+    uniforms = device_uniforms(state.seed[slots], length - state.first[slots])
+    cut = None if truncation is None else tuple(values[slots] for values in truncation)
+    tokens, scores = draw(scaled, uniforms, greedy, cut)  # type: ignore[arg-type]
+    written = state.written[slots]
+    state.tokens_out[written, slots] = tokens
+    state.scores_out[written, slots] = scores
+    stopped = (state.stops[slots] == tokens[:, None]).any(-1)
+    ended = stopped | (length + 1 >= state.limit[slots]) | ~scores.isfinite()
+    state.token[slots], state.length[slots], state.written[slots] = tokens, length, written + 1
+    state.active[slots] = (~ended).long()
