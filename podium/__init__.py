@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from podium.models.heads import CriticModel as CriticModel
     from podium.models.heads import RewardModel as RewardModel
     from podium.models.heads import load_reward_model as load_reward_model
+    from podium.models.own import BaseParallelModel as BaseParallelModel
+    from podium.models.wrapper import ModelWrapper as ModelWrapper
     from podium.recipes import train as train
     from podium.rewards.stepwise import StepwiseRewardInjector as StepwiseRewardInjector
     from podium.stages.policy import GRPOStage as GRPOStage
@@ -36,6 +38,8 @@ _HOMES = {
     "podium.algorithms.kl": ("KLController",),
     "podium.controller.resource_pool": ("ResourcePool",),
     "podium.models.heads": ("ActorModel", "CriticModel", "RewardModel", "load_reward_model"),
+    "podium.models.own": ("BaseParallelModel",),
+    "podium.models.wrapper": ("ModelWrapper",),
     "podium.recipes": ("train",),
     "podium.workers.advantages": ("estimate_advantages", "estimate_constrained_advantages"),
     "podium.rewards.stepwise": ("StepwiseRewardInjector",),
