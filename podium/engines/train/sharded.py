@@ -117,13 +117,15 @@ class ShardedEngine(SingleDeviceEngine):
         return total
 
     def _parts(self, batch: Batch, tokens: Tensor, keep_together: str | None = None) -> list[Tensor]:
-        """As many on every rank where each forward pass gathers weights: ranks that are done run empty ones."""
+        """At least one on every rank, and as many where each forward pass gathers weights: the rest are empty ones."""
         parts = super()._parts(batch, tokens, keep_together)
-        if self.context.ranks.shard == 1:
-            return parts
-        most = torch.tensor(len(parts), device=self.context.device)
-        dist.all_reduce(most, dist.ReduceOp.MAX)
-        return parts + [torch.empty(0, dtype=torch.int64)] * (int(most) - len(parts))
+        # A rank without rows takes part in every sum of gradients, so it must have some.
+        count = max(len(parts), 1)
+        if self.context.ranks.shard > 1:
+            most = torch.tensor(count, device=self.context.device)
+            dist.all_reduce(most, dist.ReduceOp.MAX)
+            count = int(most)
+        return parts + [torch.empty(0, dtype=torch.int64)] * (count - len(parts))
 
     # ------------------------------------------------------------------ one micro-batch
 
