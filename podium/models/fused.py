@@ -75,9 +75,9 @@ def can_fuse(base: PreTrainedModel) -> str | None:
     kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if kind not in _FIXED_ROPE:
         return f"its rotary embedding is of type {kind}"
-    weights = {type(m).__name__ for layer in layers for m in _linears(layer)}
-    if weights != {"Linear"}:
-        return f"its linear layers are {', '.join(sorted(weights))}"
+    kinds = {type(m) for layer in layers for m in _linears(layer)}
+    if kinds != {nn.Linear}:  # peft's adapted layers and bitsandbytes' quantised ones are more than their weight
+        return f"its linear layers are {', '.join(sorted(f'{kind.__module__}.{kind.__name__}' for kind in kinds))}"
     if any(m.bias is not None for layer in layers for m in (layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj)):
         return "its MLP has biases"
     dtypes = {p.dtype for p in base.parameters()}

@@ -18,6 +18,7 @@ from podium.core.batch import Batch
 from podium.core.errors import CheckpointError, ConfigError, ModelError
 from podium.core.settings import LoraSettings, ModelSettings, OptimizerSettings
 from podium.engines.base import Request, SamplingParams
+from podium.engines.rollout import create_rollout_engine
 from podium.engines.rollout.hf import HFEngine
 from podium.engines.rollout.native.engine import NativeEngine
 from podium.engines.train import SingleDeviceEngine
@@ -31,6 +32,7 @@ from podium.models.adapters import (
     remove_adapter,
     sharing_copy,
 )
+from podium.models.fused import can_fuse
 from podium.models.heads import ActorModel, CriticModel, RewardModel
 from podium.models.lm_head import base_of
 from podium.models.storage import moved_parameters, storage_fingerprint
@@ -119,7 +121,11 @@ def test_the_gradient_is_the_same_for_any_micro_batches(family: str) -> None:
             torch.testing.assert_close(other[name], gradient, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", [NativeEngine, HFEngine])
+def paged(model: Any, tokenizer: Any) -> Any:
+    return create_rollout_engine("native", model, tokenizer, page_size=16)
+
+
+@pytest.mark.parametrize("kind", [NativeEngine, HFEngine, paged])
 def test_rollout_engines_see_the_adapted_weights(kind: Any) -> None:
     model = adapted(trained=True)
     engine = kind(model, tiny_tokenizer())
@@ -136,6 +142,11 @@ def test_rollout_engines_see_the_adapted_weights(kind: Any) -> None:
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
     other = SingleDeviceEngine(ActorModel(tiny_model())).compute(sampled, ("log_probs",))["log_probs"].values
     assert float((got - other).abs().max()) > 0.1
+
+
+def test_decoding_by_fused_weights_leaves_adapted_layers_alone() -> None:
+    assert can_fuse(base_of(tiny_model())) is None
+    assert "peft" in (can_fuse(base_of(adapted())) or "")
 
 
 def test_native_rollout_goes_on_after_updates_over_the_same_memory() -> None:
