@@ -82,6 +82,8 @@ def apply_tensor_parallel(base: Any, mesh: Any) -> None:
     layers, group = decoder_layers(base), mesh.get_group()
     if layers is None:
         raise ModelError(f"{type(base).__name__} has no list of layers that tensor parallelism could cut", remedy="use shard")
+    for parameter in base.parameters():
+        parameter.data = parameter.data.contiguous()  # a CPU may have it by columns
     for layer in layers:
         styles: dict[str, Any] = {}
         for name, module in layer.named_modules():

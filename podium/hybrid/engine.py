@@ -1,0 +1,187 @@
+"""The hand-over of weights from a train engine to a rollout engine, verified each time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from podium.core.errors import RolloutError
+from podium.engines.layout import Box, Layout, TensorShards, box_of, gathered_layout, local_of
+from podium.hybrid.plan import Plan, make_plan
+from podium.hybrid.transfer import Moved, Transport
+from podium.hybrid.verify import check_canary, mismatched_tensors, moved_parameters, storage_fingerprint
+
+Canary = Callable[[], tuple[Tensor, Tensor]]
+"""Log-probs of a few fixed tokens: by the training side, by the generation side. Collective where the engines are."""
+
+
+@dataclass(frozen=True)
+class HandOverReport:
+    """What a hand-over did on this rank: its version, bytes, seconds of the move, of the fingerprints, of the canary."""
+
+    version: int
+    moved: Moved
+    seconds: float
+    verify_seconds: float
+    canary_seconds: float = 0.0
+
+
+class HandOver(Protocol):
+    """Gives the generation side the training side's weights of a version."""
+
+    def __call__(self, version: int) -> HandOverReport: ...
+
+
+class _WithCanary:
+    """Runs the canary at every n-th hand-over."""
+
+    def __init__(self, canary: Canary | None, every: int, tolerance: float) -> None:
+        self._canary, self._every, self._tolerance, self._count = canary, every, tolerance, 0
+
+    def run(self) -> float:
+        """Seconds that it took. Raises RolloutError where the two sides differ."""
+        self._count += 1
+        if self._canary is None or not self._every or (self._count - 1) % self._every:
+            return 0.0
+        start = time.perf_counter()
+        check_canary(*self._canary(), self._tolerance)
+        return time.perf_counter() - start
+
+
+class SharedHandOver:
+    """Training and generation are the same memory: nothing moves. Checks that it still is.
+
+    Raises RolloutError, naming the tensor, where a parameter is elsewhere than it was or the other side's is.
+    """
+
+    def __init__(
+        self,
+        trained: nn.Module,
+        generating: nn.Module,
+        *,
+        canary: Canary | None = None,
+        canary_every: int = 0,
+        canary_tolerance: float = 0.05,
+    ) -> None:
+        mine = {p.data_ptr() for p in trained.parameters()}
+        self._generating = generating
+        self._places = storage_fingerprint(generating)
+        apart = [name for name, p in generating.named_parameters() if p.data_ptr() not in mine]
+        if apart:
+            raise RolloutError(
+                f"{len(apart)} parameters are not shared between training and generation, '{apart[0]}' first",
+                where="hybrid",
+                remedy="give the rollout engine the very module that is trained",
+            )
+        self._trained = trained
+        self._addresses = mine
+        self._canary = _WithCanary(canary, canary_every, canary_tolerance)
+
+    def __call__(self, version: int) -> HandOverReport:
+        start = time.perf_counter()
+        moved = moved_parameters(self._places, storage_fingerprint(self._generating))
+        if moved or {p.data_ptr() for p in self._trained.parameters()} != self._addresses:
+            raise RolloutError(
+                f"'{moved[0] if moved else 'a trained parameter'}' is no longer the memory that generation reads",
+                where="hybrid.verify",
+                remedy="update parameters in place; do not assign new ones",
+            )
+        seconds = time.perf_counter() - start
+        return HandOverReport(version, Moved(), 0.0, seconds, self._canary.run())
+
+
+class MovedHandOver:
+    """Training and generation have layouts of their own: carries out the plan between them, and checks what arrived.
+
+    Args:
+        source: this rank's training tensors by name, maybe distributed (`ShardedEngine.tensors()`).
+        target: its generation tensors, by the same names; shards where `target_layout` says so.
+        target_layout: of the generation side; None: every rank generates with the whole of what it was given.
+        rank: this rank in `group`.
+        only: names to move (the adapter's); None: all of the target's.
+        rename: from a generation tensor's name to the training side's.
+        verify: compare fingerprints after every hand-over.
+        canary: log-probs of both sides, every `canary_every` hand-overs, within `canary_tolerance` nats.
+
+    Raises ConfigError where the two sides do not have the same tensors.
+    """
+
+    def __init__(
+        self,
+        source: Mapping[str, Tensor],
+        target: Mapping[str, Tensor],
+        *,
+        target_layout: Layout | None = None,
+        rank: int = 0,
+        group: Any = None,
+        only: Iterable[str] | None = None,
+        rename: Callable[[str], str] = lambda name: name,
+        verify: bool = True,
+        canary: Canary | None = None,
+        canary_every: int = 0,
+        canary_tolerance: float = 0.05,
+        bucket_bytes: int | None = None,
+    ) -> None:
+        names = list(target if only is None else only)
+        trained = {name: source[rename(name)] for name in names if rename(name) in source}
+        have = gathered_layout(trained, group)
+        want = whole_on_every_rank({name: target[name] for name in names}, have.ranks) if target_layout is None else target_layout
+        self.plan: Plan = make_plan(have, want.select(names))
+        self.rank, self.group, self._verify = rank, group, verify
+        self.source = {name: local_of(tensor.detach()) for name, tensor in trained.items()}
+        self.target = {name: target[name].detach() for name in names}
+        options = {} if bucket_bytes is None else {"bucket_bytes": bucket_bytes}
+        self.transport = Transport(self.plan, rank, self.source, self.target, group=group, **options)
+        self._canary = _WithCanary(canary, canary_every, canary_tolerance)
+
+    def __call__(self, version: int) -> HandOverReport:
+        """Moves and verifies. Raises RolloutError that names the tensor and rank where an element is not what it should be."""
+        start = _now(self.target)
+        moved = self.transport.run()
+        end = _now(self.target)
+        if self._verify:
+            self.check()
+        verified = _now(self.target)
+        return HandOverReport(version, moved, end - start, verified - end, self._canary.run())
+
+    def check(self) -> None:
+        """Compares fingerprints of both sides. Collective."""
+        odd = mismatched_tensors(self.plan, self.rank, self.source, self.target, self.group)
+        if odd:
+            name, rank = odd[0]
+            raise RolloutError(
+                f"after the hand-over '{name}' on rank {rank} is not what training holds ({len(odd)} such shards)",
+                where="hybrid.verify",
+                remedy="nothing was sampled from it; resume from the last checkpoint, and report this",
+            )
+
+
+def whole_on_every_rank(tensors: Mapping[str, Tensor], ranks: int) -> Layout:
+    """Every rank generates with all of these tensors."""
+    shards = {
+        name: TensorShards(tuple(t.shape), t.dtype, (Box.whole(t.shape),) * ranks if t.numel() else (None,) * ranks)
+        for name, t in tensors.items()
+    }
+    return Layout(ranks, shards)
+
+
+def shares_memory(trained: Mapping[str, Tensor], generating: Mapping[str, Tensor]) -> bool:
+    """Whether every generation tensor is the very memory of the training tensor of its name, whole."""
+    return all(
+        name in trained
+        and box_of(trained[name]) == Box.whole(tensor.shape)
+        and local_of(trained[name].detach()).data_ptr() == tensor.data_ptr()
+        for name, tensor in generating.items()
+    )
+
+
+def _now(tensors: Mapping[str, Tensor]) -> float:
+    device = next((t.device for t in tensors.values()), torch.device("cpu"))
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

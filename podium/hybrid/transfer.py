@@ -1,0 +1,204 @@
+"""Carries out a plan: nothing where memory is shared, copies on the spot, messages between ranks in buckets."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from podium.engines.layout import Box
+from podium.hybrid.plan import Plan, Transfer
+
+BUCKET_BYTES = 256 << 20
+"""Messages are put together up to so many bytes."""
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What one rank's part of a hand-over did, in bytes (of the generation's dtype), counted as it was done."""
+
+    sent: int = 0
+    received: int = 0
+    copied: int = 0
+    """Within the rank; 0 where both sides are the same memory."""
+    messages: int = 0
+
+
+class Transport:
+    """One rank's part of a plan, prepared once and run at every hand-over.
+
+    Args:
+        plan: for all ranks.
+        rank: this one.
+        source: this rank's local training tensors by name; only those that the plan needs.
+        target: its local generation tensors, written in place. The same memory as the source's is left alone.
+        group: the process group whose ranks are the plan's; None: the default one.
+        bucket_bytes: the largest message; a message is packed while the one before it is under way.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        source: Mapping[str, Tensor],
+        target: Mapping[str, Tensor],
+        *,
+        group: Any = None,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        self.plan, self.rank, self.group = plan, rank, group
+        self.source, self.target = source, target
+        self._copies = [t for t in plan.kept if t.receiver == rank and not self._shared(t)]
+        self._rounds = _rounds(plan, rank, bucket_bytes)
+
+    def _shared(self, transfer: Transfer) -> bool:
+        """Whether both sides of a transfer are the same memory already."""
+        ours, theirs = self._from(transfer), self._to(transfer)
+        same = ours.data_ptr() == theirs.data_ptr() and ours.stride() == theirs.stride()
+        return same and ours.dtype == theirs.dtype and ours.device == theirs.device
+
+    def _from(self, transfer: Transfer) -> Tensor:
+        held = self.plan.source.tensors[transfer.name].boxes[self.rank]
+        return _slice(self.source[transfer.name], transfer.box, held)
+
+    def _to(self, transfer: Transfer) -> Tensor:
+        held = self.plan.target.tensors[transfer.name].boxes[self.rank]
+        return _slice(self.target[transfer.name], transfer.box, held)
+
+    @torch.no_grad()
+    def run(self) -> Moved:
+        """Moves the weights. Every rank of the plan must call it; returns when this rank's tensors are complete."""
+        sent = received = messages = 0
+        under_way: list[_Round] = []
+        for messages_of_round in self._rounds:
+            under_way.append(self._start(messages_of_round))
+            if len(under_way) > 1:
+                self._finish(under_way.pop(0))
+            sent += sum(t.bytes for _, batch in messages_of_round.sends for t in batch)
+            received += sum(t.bytes for _, batch in messages_of_round.receives for t in batch)
+            messages += len(messages_of_round.sends)
+        copied = 0
+        for transfer in self._copies:  # while the last messages are under way
+            self._to(transfer).copy_(self._from(transfer))
+            copied += transfer.bytes
+        for started in under_way:
+            self._finish(started)
+        return Moved(sent, received, copied, messages)
+
+    # ------------------------------------------------------------------ messages
+
+    def _start(self, messages: _Messages) -> _Round:
+        import torch.distributed as dist
+
+        out = [(peer, self._pack(batch)) for peer, batch in messages.sends]
+        incoming = [(peer, batch, self._buffers(batch)) for peer, batch in messages.receives]
+        operations = [
+            dist.P2POp(dist.isend, buffer, group=self.group, group_peer=peer)
+            for peer, buffers in out
+            for buffer in buffers
+        ]
+        operations += [
+            dist.P2POp(dist.irecv, buffer, group=self.group, group_peer=peer)
+            for peer, _, buffers in incoming
+            for buffer in buffers
+        ]
+        works = dist.batch_isend_irecv(operations) if operations else []
+        return _Round(works, [buffer for _, buffers in out for buffer in buffers], [(b, t) for _, b, t in incoming])
+
+    def _pack(self, batch: Sequence[Transfer]) -> list[Tensor]:
+        """The transfers' values in the target's dtypes, end to end, one buffer for each dtype."""
+        made = []
+        for dtype, members in self._by_dtype(batch).items():
+            flat = torch.empty(sum(t.box.size for t in members), dtype=dtype, device=self._device)
+            at = 0
+            for transfer in members:
+                flat[at : at + transfer.box.size].view(transfer.box.shape).copy_(self._from(transfer))
+                at += transfer.box.size
+            made.append(flat)
+        return made
+
+    def _buffers(self, batch: Sequence[Transfer]) -> list[Tensor]:
+        return [
+            torch.empty(sum(t.box.size for t in members), dtype=dtype, device=self._device)
+            for dtype, members in self._by_dtype(batch).items()
+        ]
+
+    def _finish(self, started: _Round) -> None:
+        for work in started.works:
+            work.wait()
+        for batch, buffers in started.incoming:
+            for members, flat in zip(self._by_dtype(batch).values(), buffers, strict=True):
+                at = 0
+                for transfer in members:
+                    self._to(transfer).copy_(flat[at : at + transfer.box.size].view(transfer.box.shape))
+                    at += transfer.box.size
+
+    def _by_dtype(self, batch: Sequence[Transfer]) -> dict[torch.dtype, list[Transfer]]:
+        groups: dict[torch.dtype, list[Transfer]] = defaultdict(list)
+        for transfer in batch:
+            groups[self.plan.target.tensors[transfer.name].dtype].append(transfer)
+        return groups
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter({**self.source, **self.target}.values())).device
+
+
+@dataclass(frozen=True)
+class _Messages:
+    """One round of a rank: (peer, transfers) to send and to receive."""
+
+    sends: list[tuple[int, list[Transfer]]]
+    receives: list[tuple[int, list[Transfer]]]
+
+
+@dataclass(frozen=True)
+class _Round:
+    works: list[Any]
+    outgoing: list[Tensor]  # kept until they are sent
+    incoming: list[tuple[list[Transfer], list[Tensor]]]
+
+
+def _rounds(plan: Plan, rank: int, bucket_bytes: int) -> list[_Messages]:
+    """Transfers between each pair of ranks, in the plan's order, cut into messages; the k-th of each pair go in round k.
+
+    Both ends cut alike, as they see the same list.
+    """
+    pairs: dict[tuple[int, int], list[list[Transfer]]] = defaultdict(list)
+    for transfer in plan.sent:
+        if rank in (transfer.sender, transfer.receiver):
+            messages = pairs[transfer.sender, transfer.receiver]
+            for piece in _pieces(transfer, bucket_bytes):
+                if not messages or sum(t.bytes for t in messages[-1]) + piece.bytes > bucket_bytes:
+                    messages.append([])
+                messages[-1].append(piece)
+    count = max((len(messages) for messages in pairs.values()), default=0)
+    rounds = []
+    for k in range(count):
+        now = [(pair, messages[k]) for pair, messages in sorted(pairs.items()) if k < len(messages)]
+        sends = [(receiver, batch) for (sender, receiver), batch in now if sender == rank]
+        rounds.append(_Messages(sends, [(sender, batch) for (sender, receiver), batch in now if receiver == rank]))
+    return rounds
+
+
+def _pieces(transfer: Transfer, most: int) -> list[Transfer]:
+    """A transfer cut along its first dimension into pieces of at most `most` bytes, as far as that goes."""
+    box = transfer.box
+    if transfer.bytes <= most or not box.shape or box.shape[0] == 1:
+        return [transfer]
+    rows, each = box.shape[0], transfer.bytes // box.shape[0]
+    step, pieces = max(1, most // each), []
+    for first in range(0, rows, step):
+        last = min(first + step, rows)
+        part = Box((box.start[0] + first, *box.start[1:]), (box.start[0] + last, *box.stop[1:]))
+        pieces.append(Transfer(transfer.name, part, transfer.sender, transfer.receiver, (last - first) * each))
+    return pieces
+
+
+def _slice(tensor: Tensor, box: Box, held: Box | None) -> Tensor:
+    assert held is not None
+    return tensor[box.within(held)]
