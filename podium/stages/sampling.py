@@ -153,7 +153,7 @@ def _of_responses(batch: Batch) -> list[str]:
 class BestWorstStage(Stage):
     """Online DPO's pairs (Guo et al. 2024, arXiv:2402.04792): of each group the best response and the worst.
 
-    The first of equals is taken; a group whose rewards are all equal gives no pair.
+    The first of equals is taken; a group whose rewards are all equal gives no pair. A step without a pair teaches nothing.
     """
 
     name = "pairs"
@@ -172,7 +172,8 @@ class BestWorstStage(Stage):
         pairs = len(rows) // 2
         context.metrics.add("pairs/share", pairs, len(groups))
         out = batch.index(torch.tensor(rows, dtype=torch.int64))
-        gap = out["rewards"][0::2] - out["rewards"][1::2]
-        context.metrics.add("pairs/gap", float(gap.sum()), pairs)
+        if pairs:
+            gap = out["rewards"][0::2] - out["rewards"][1::2]
+            context.metrics.add("pairs/gap", float(gap.sum()), pairs)
         ids, chosen = torch.arange(pairs).repeat_interleave(2), torch.tensor([True, False]).repeat(pairs)
         return out.with_columns({"pair_id": ids, "chosen": chosen})

@@ -78,8 +78,8 @@ class SingleDeviceEngine:
         order = self._parts(batch, tokens)
         for rows in order:
             parts.append(self._run(batch.select("prompt_ids", "response_ids").index(rows), outputs))
-        if not parts:
-            return Batch()
+        if not parts:  # no rows have the same columns, without entries
+            return Batch({name: torch.zeros(0) if name in SEQUENCE_OUTPUTS else Ragged.from_rows([]) for name in outputs})
         back = torch.argsort(torch.cat(order))
         lengths = batch.lengths("response")[torch.cat(order)]
         columns: dict[str, Any] = {}
