@@ -32,11 +32,13 @@ class Plan:
         calls: (args, kwargs) of the first workers, in rank order; the others are not called.
         collect: makes the results of the `wanted` ranks, in that order, into one.
         wanted: ranks whose results are read; None: those of all that were called. What the others return stays where it is.
+        for_files: the result goes into a file: where several controllers run, only the one that writes gets it.
     """
 
     calls: Sequence[Call]
     collect: Callable[[list[Any]], Any]
     wanted: tuple[int, ...] | None = None
+    for_files: bool = False
 
     @property
     def read(self) -> tuple[int, ...]:
@@ -75,6 +77,12 @@ def resolve_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
 def broadcast(args: tuple[Any, ...], kwargs: dict[str, Any], ranks: Ranks) -> Plan:
     """All workers do the same; the first one's result is taken."""
     return Plan([(args, kwargs)] * ranks.workers, _first, (0,))
+
+
+@PROTOCOLS.register("for_files")
+def for_files(args: tuple[Any, ...], kwargs: dict[str, Any], ranks: Ranks) -> Plan:
+    """As `broadcast`, for a result that is large and goes into a file (a role's state)."""
+    return Plan([(args, kwargs)] * ranks.workers, _first, (0,), for_files=True)
 
 
 @PROTOCOLS.register("gather")
@@ -158,7 +166,8 @@ def _by_rows(args: tuple[Any, ...], kwargs: dict[str, Any], ranks: Ranks, copies
         given = tuple(next(parts)[data_rank] if isinstance(a, Batch) else a for a in args)
         return given, {k: next(parts)[data_rank] if isinstance(v, Batch) else v for k, v in kwargs.items()}
 
-    calls = [share_of(ranks.data_rank(rank)) for rank in range(ranks.workers)]
+    of_data_rank = [share_of(data_rank) for data_rank in range(ranks.data_size)]
+    calls = [of_data_rank[ranks.data_rank(rank)] for rank in range(ranks.workers)]
     leaders = tuple(rank for rank in range(ranks.workers) if ranks.leads(rank))
 
     def collect(results: list[Any]) -> Any:

@@ -129,7 +129,7 @@ class ActorWorker(TrainedRole):
         if self.rollout is not None:
             self.rollout.update_weights(self.engine.policy_version)
 
-    @dispatch("broadcast")
+    @dispatch("for_files")
     def state_dict(self) -> dict[str, Any]:
         return {"engine": self.engine.state_dict(), "calls": self.calls}
 

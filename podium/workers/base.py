@@ -144,7 +144,7 @@ class TrainedRole:
         """What changes with every write to the weights or the optimizer's state; small, and no weight is sent."""
         return weights_mark(self.engine.state_dict())
 
-    @dispatch("broadcast")
+    @dispatch("for_files")
     def state_dict(self) -> dict[str, Any]:
         """All state of the role, as tensors and plain values."""
         return self.engine.state_dict()

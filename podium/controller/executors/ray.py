@@ -1,0 +1,351 @@
+"""Worker groups as Ray actors: each pool's processes are actors of one placement group, on any nodes of a cluster."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from podium.controller.arrays import from_arrays, to_arrays
+from podium.controller.dispatch import Plan
+from podium.controller.executors.waiting import Answers, Waiter
+from podium.controller.future import Future
+from podium.controller.placement import Node, Placed, place
+from podium.controller.process import Failure, WorkerProcess
+from podium.controller.resource_pool import ResourcePool
+from podium.controller.worker_group import Maker, RoleHandle, WorkerGroup
+from podium.core.batch import Batch
+from podium.core.deferred import DeferredRagged
+from podium.core.errors import ResourceError, WorkerLost
+from podium.core.ragged import Ragged, as_array, as_tensor
+
+OLDEST = (2, 50)
+STAYS_BYTES = 64 * 1024
+"""A token column of a result that is larger stays with its worker until someone reads it."""
+
+
+class RayExecutor:
+    """Roles as groups of Ray actors.
+
+    Calls return futures. What a worker returns stays in its node's object store, except small columns: reading a column
+    fetches it, passing it on to another role sends the reference. An exception in a worker arrives with its role, rank, pool
+    and traceback. A worker that is gone, or does not answer within the deadline, is a `WorkerLost`; its pool is stopped.
+
+    Args:
+        pool: devices of each role.
+        workers: processes of the pool where none is described.
+        address: of a running cluster ("auto", "host:port"); None: RAY_ADDRESS, else a local one is started.
+        deadline_seconds: the longest that one call may take.
+        grace_seconds: how long the other ranks may go on after one has failed.
+    """
+
+    concurrent = True
+    writes = True
+
+    def __init__(
+        self,
+        pool: ResourcePool | Mapping[str, Any] | None = None,
+        *,
+        workers: int = 1,
+        address: str | None = None,
+        deadline_seconds: float = 3600.0,
+        grace_seconds: float = 10.0,
+    ) -> None:
+        self.pool, self.workers, self.address = ResourcePool.of(pool), workers, address
+        self.deadline_seconds, self.grace_seconds = deadline_seconds, grace_seconds
+        self._pools: dict[str, _Pool] = {}
+
+    # ------------------------------------------------------------------ start and end
+
+    def launch(self, makers: Mapping[str, Maker]) -> dict[str, RoleHandle]:
+        """Places the pools, starts their actors, and builds all workers. Raises ResourceError before anything is started."""
+        ray = self._connect()
+        placed = place(self.pool, list(makers), _nodes(ray, self._asks_memory()), workers=self.workers)
+        try:
+            self._pools = {p.name: _Pool(ray, p, self.deadline_seconds) for p in placed}
+            groups: dict[str, WorkerGroup] = {}
+            started = {p.name: self._pools[p.name].build({r: makers[r] for r in p.roles}) for p in placed}
+            for p in placed:
+                actors = self._pools[p.name].actors
+                refs = started[p.name]
+                results = self._waiter(p.name, f"pool '{p.name}'", "the building of its workers").wait(refs, range(len(refs)))
+                for role, kind in results[0].items():
+                    groups[role] = WorkerGroup(role, actors, kind, p.ranks[role], p.name)
+        except BaseException:
+            self.shutdown()
+            raise
+        return {role: RoleHandle(groups[role], self) for role in makers}
+
+    def shutdown(self) -> None:
+        """Ends all workers; the cluster stays."""
+        for pool in self._pools.values():
+            pool.stop()
+        self._pools = {}
+
+    def any(self, flag: bool) -> bool:
+        return flag
+
+    def _connect(self) -> Any:
+        ray = _import_ray()
+        if ray.is_initialized():
+            return ray
+        os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # every rank's lines are its own
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        address = self.address or os.environ.get("RAY_ADDRESS")
+        asked = sum(pool.cpus for pool in self.pool.pools.values()) or self.workers
+        local = {} if address else {"num_cpus": max(os.cpu_count() or 1, asked), "include_dashboard": False}
+        try:
+            ray.init(address=address, logging_level="warning", configure_logging=False, **local)
+        except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
+            text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            versions = "ersion" in str(error)
+            remedy = (
+                f"install the cluster's versions of Ray and Python here (Ray {ray.__version__} is installed)"
+                if versions
+                else "start one: ray start --head; or leave the address out for one on this machine"
+            )
+            what = f"no Ray cluster answers at '{address}': {text}" if address else f"Ray does not start: {text}"
+            raise ResourceError(what, where="executor.address", remedy=remedy) from error
+        return ray
+
+    def _asks_memory(self) -> bool:
+        return any(pool.gpu_memory_gb for pool in self.pool.pools.values())
+
+    # ------------------------------------------------------------------ calls
+
+    def call(self, group: WorkerGroup, method: str, plan: Plan) -> Future:
+        if group.pool not in self._pools or self._pools[group.pool].stopped:
+            raise WorkerLost(f"the pool '{group.pool}' of the role '{group.role}' was stopped", remedy="launch the roles again")
+        pool = self._pools[group.pool]
+        on_progress = plan.calls[0][1].get("on_progress") if plan.calls else None
+        refs = pool.submit(group.role, method, plan)
+        waiter = self._waiter(group.pool, f"role '{group.role}'", f"method '{method}'", on_progress)
+        lock, held = threading.Lock(), list[Any]()
+
+        def get() -> Any:
+            with lock:
+                if not held:
+                    held.append(plan.collect([from_arrays(result) for result in waiter.wait(refs, plan.read)]))
+                return held[0]
+
+        return Future(get)
+
+    def _waiter(self, pool: str, who: str, what: str, on_progress: Any = None) -> Waiter:
+        running = self._pools[pool]
+        return Waiter(
+            Answers(running.ray.wait, running.ray.get, running.ray.exceptions.RayError),
+            running,
+            f"{who}, pool '{pool}', {what}",
+            deadline=self.deadline_seconds,
+            grace=self.grace_seconds,
+            on_progress=on_progress,
+        )
+
+
+class _Pool:
+    """The actors of one pool, in rank order. All calls go through one lock, so every rank gets them in the same order."""
+
+    def __init__(self, ray: Any, placed: Placed, deadline: float) -> None:
+        self.ray, self.placed, self.stopped = ray, placed, False
+        self._lock = threading.Lock()
+        self._group = _reserve(ray, placed)
+        self.actors = [self._start(rank) for rank in range(len(placed.places))]
+        if len(self.actors) > 1:
+            host, port = ray.get(self.actors[0].open_store.remote())
+            ray.get([actor.join.remote(host, port, len(self.actors), deadline) for actor in self.actors])
+
+    def _start(self, rank: int) -> Any:
+        from_group = self.ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(self._group, rank)
+        gpu = self.placed.places[rank].gpu
+        actor = _actor_class(self.ray).options(
+            num_cpus=1, num_gpus=0 if gpu is None else 1, scheduling_strategy=from_group, max_restarts=0
+        )
+        return actor.remote(self.placed.name, rank, self.placed.device, gpu)
+
+    def build(self, makers: Mapping[str, Maker]) -> list[Any]:
+        shared = self.ray.put((dict(makers), dict(self.placed.ranks)))
+        return [actor.build_from.remote(shared) for actor in self.actors]
+
+    def submit(self, role: str, method: str, plan: Plan) -> list[Any]:
+        """One reference a worker that is called."""
+        put: dict[int, Any] = {}  # what several workers get is put once
+        with self._lock:
+            refs = []
+            for rank, call in enumerate(plan.calls):
+                if id(call) not in put:
+                    args, kwargs = call
+                    reports = kwargs.get("on_progress") is not None
+                    given = to_arrays((args, {k: v for k, v in kwargs.items() if k != "on_progress"}))
+                    put[id(call)] = self.ray.put((given, reports))
+                refs.append(self.actors[rank].run.remote(role, method, put[id(call)], rank in plan.read))
+            return refs
+
+    # What `Waiter` asks of a pool.
+
+    def progress(self) -> tuple[int, int, int]:
+        """Summed over the ranks; those that do not answer at once are left out."""
+        refs = [actor.progress.remote() for actor in self.actors]
+        done, _ = self.ray.wait(refs, num_returns=len(refs), timeout=1.0)
+        numbers = self.ray.get(done) if done else [(0, 0, 0)]
+        return tuple(sum(column) for column in zip(*numbers, strict=True))  # type: ignore[return-value]
+
+    def cancel(self) -> None:
+        for actor in self.actors:
+            actor.cancel.remote()
+
+    def stack(self, rank: int) -> str:
+        try:
+            return self.ray.get(self.actors[rank].stack.remote(), timeout=5.0)
+        except Exception as error:  # the process is gone, or stuck for good
+            return f"(no answer: {type(error).__name__})"
+
+    def stop(self) -> None:
+        """Kills the actors: none is left in a collective that will not end."""
+        if self.stopped:
+            return
+        self.stopped = True
+        for actor in self.actors:
+            self.ray.kill(actor)
+        self.ray.util.remove_placement_group(self._group)
+
+
+def _reserve(ray: Any, placed: Placed) -> Any:
+    bundles = [{"CPU": 1.0, **({} if spot.gpu is None else {"GPU": 1.0})} for spot in placed.places]
+    nodes = [{"ray.io/node-id": spot.node} for spot in placed.places]
+    group = ray.util.placement_group(bundles, bundle_label_selector=nodes)
+    if not group.wait(60):
+        ray.util.remove_placement_group(group)
+        raise ResourceError(
+            f"the cluster did not free {len(bundles)} places for the pool '{placed.name}' within 60 s",
+            where=f"resource_pool.{placed.name}",
+            remedy="end what else runs there (ray status), or ask for less",
+        )
+    return group
+
+
+def _actor_class(ray: Any) -> Any:
+    class Process(WorkerProcess):
+        def open_store(self, host: str = "") -> tuple[str, int]:
+            return super().open_store(host or ray.util.get_node_ip_address())
+
+        def build_from(self, given: tuple[Any, Any]) -> Any:
+            return self.build(*given)
+
+        def run(self, role: str, method: str, given: Any, wanted: bool) -> Any:
+            (args, kwargs), reports = given
+            args, kwargs = from_arrays((args, kwargs))
+            result = self.call(role, method, args, kwargs, reports=reports)
+            return result if isinstance(result, Failure) else to_arrays(_staying(ray, result)) if wanted else None
+
+        @ray.method(concurrency_group="control")
+        def progress(self) -> tuple[int, int, int]:
+            return super().progress()
+
+        @ray.method(concurrency_group="control")
+        def cancel(self) -> None:
+            super().cancel()
+
+        @ray.method(concurrency_group="control")
+        def stack(self) -> str:
+            return super().stack()
+
+    return ray.remote(concurrency_groups={"control": 2})(Process)
+
+
+# ---------------------------------------------------------------------- results that stay where they are
+
+
+class RaySource:
+    """A token column in an object store."""
+
+    def __init__(self, ref: Any, lengths: Tensor, dtype: torch.dtype) -> None:
+        self.ref, self.lengths, self.dtype = ref, lengths, dtype
+
+    def fetch(self) -> Tensor:
+        ray = _import_ray()
+        try:
+            return as_tensor(ray.get(self.ref))
+        except ray.exceptions.RayError as error:
+            raise WorkerLost(f"a column is gone with the worker that made it: {type(error).__name__}") from error
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RaySource) and self.ref == other.ref
+
+    def __hash__(self) -> int:
+        return hash(self.ref)
+
+    def __reduce__(self) -> Any:
+        return _source, (self.ref, as_array(self.lengths), self.dtype)
+
+
+def _source(ref: Any, lengths: Any, dtype: torch.dtype) -> RaySource:
+    return RaySource(ref, as_tensor(lengths), dtype)
+
+
+def _staying(ray: Any, result: Any) -> Any:
+    """A batch with its large token columns replaced by references to this node's object store."""
+    if not isinstance(result, Batch):
+        return result
+    columns: dict[str, Any] = {}
+    for name in result.names:
+        value = result[name]
+        if isinstance(value, Ragged) and not isinstance(value, DeferredRagged):
+            flat = as_array(value.values)
+            if value.values.numel() * value.values.element_size() >= STAYS_BYTES and not isinstance(flat, Tensor):
+                value = DeferredRagged([RaySource(ray.put(flat), value.lengths, value.dtype)])
+        columns[name] = value
+    return Batch(columns)
+
+
+# ---------------------------------------------------------------------- the cluster
+
+
+def _import_ray() -> Any:
+    try:
+        import ray
+        import ray.util.scheduling_strategies
+    except ImportError as error:
+        raise ResourceError("Ray is not installed", where="executor", remedy="pip install 'podium[ray]'") from error
+    numbers = tuple(int(part) for part in ray.__version__.split(".")[:2])
+    if numbers < OLDEST:
+        raise ResourceError(
+            f"Ray {ray.__version__} is installed, and this version of Podium needs {'.'.join(map(str, OLDEST))} or later",
+            where="executor",
+            remedy="pip install --upgrade 'podium[ray]'",
+        )
+    return ray
+
+
+def _nodes(ray: Any, with_memory: bool) -> list[Node]:
+    """The living nodes, by id."""
+    found = []
+    for node in ray.nodes():
+        if not node["Alive"]:
+            continue
+        has = node["Resources"]
+        types = [name.removeprefix("accelerator_type:") for name in has if name.startswith("accelerator_type:")]
+        gpus = tuple(range(int(has.get("GPU", 0))))
+        memory = _gpu_memory(ray, node["NodeID"]) if with_memory and gpus else None
+        found.append(Node(node["NodeID"], int(has.get("CPU", 0)), gpus, types[0] if types else None, memory))
+    return found
+
+
+def _gpu_memory(ray: Any, node_id: str) -> float | None:
+    """The smallest memory of a node's GPUs, in GB; None where its driver does not say."""
+
+    def ask() -> float | None:
+        import subprocess
+
+        command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+        try:
+            lines: Sequence[str] = subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.split()
+        except OSError:
+            return None
+        return min((float(line) * 1.048576e-3 for line in lines), default=None)
+
+    there = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node_id, soft=False)
+    return ray.get(ray.remote(num_cpus=0)(ask).options(scheduling_strategy=there).remote())

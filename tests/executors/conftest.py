@@ -1,0 +1,30 @@
+"""A Ray cluster on this machine, started once for the tests that need it."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+
+import pytest
+
+from tests.executors.suite import ROLES
+
+
+@pytest.fixture(scope="session")
+def ray_cluster():
+    if importlib.util.find_spec("ray") is None:
+        pytest.skip("Ray is not installed (pip install podium[ray])")
+    import ray
+
+    ray.init(num_cpus=8, include_dashboard=False, logging_level=logging.ERROR)
+    yield ray
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def ray_roles(ray_cluster):
+    from podium.controller.executors.ray import RayExecutor
+
+    executor = RayExecutor(workers=2)
+    yield executor.launch(ROLES)
+    executor.shutdown()
