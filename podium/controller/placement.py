@@ -83,7 +83,7 @@ def place(pool: ResourcePool, roles: Sequence[str], nodes: Sequence[Node], *, wo
         places = _on_cpus(group, free, where) if group.settings.cpus else _on_gpus(group, free, where)
         for spot in places:
             free[spot.node] = _without(free[spot.node], spot)
-        ranks = {role: Ranks.fit(pool.parallel(role), len(places), f"resource_pool.{role}.parallel") for role in group.roles}
+        ranks = {role: pool.ranks(role, len(places)) for role in group.roles}
         placed.append(Placed(group.name, group.roles, tuple(places), ranks))
     return sorted(placed, key=lambda p: [g.name for g in groups].index(p.name))
 

@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 
 from podium.core.config import Settings, parse
 from podium.core.errors import ConfigError, ResourceError, did_you_mean
+from podium.core.ranks import Ranks
 
 ROLES = ("actor", "critic", "reference", "reward", "cost", "rollout", "teacher", "cost_critic")
 DEVICES = ("gpus", "gpus_per_node", "nodes", "gpu_type", "gpu_memory_gb", "cpus")
@@ -95,9 +96,13 @@ class ResourcePool:
         """Each role's train engine, where its pool names one."""
         return {role: pool.backend for role, pool in self.pools.items()}
 
-    def parallel(self, role: str) -> dict[str, int]:
-        """The axes that a role's settings name."""
-        return self.pools[role].parallel if role in self.pools else {}
+    def ranks(self, role: str, workers: int) -> Ranks:
+        """How the role divides its work among the workers of its pool. Raises ResourceError where that does not come out."""
+        pool = self.pools.get(role, PoolSettings())
+        sizes = dict(pool.parallel)
+        if pool.backend in ("fsdp", "fsdp2") and not {"shard", "data"} & set(sizes):
+            sizes["shard"] = max(1, workers // (sizes.get("tensor", 1) * sizes.get("sequence", 1)))
+        return Ranks.fit(sizes, workers, f"resource_pool.{role}.parallel")
 
     def groups(self, roles: Iterable[str], default: PoolSettings) -> list[PoolGroup]:
         """The pools that these roles need, in their order.

@@ -360,6 +360,19 @@ class RunSettings(Settings):
     """Show progress bars (off when the output is no terminal)."""
 
 
+class ExecutorSettings(Settings):
+    kind: Literal["local", "ray", "spmd"] = "local"
+    """Where workers live: this process; Ray actors; the processes that torchrun started."""
+    workers: int = Field(default=1, gt=0)
+    """Processes of the pool, where `resource_pool` describes none: so many GPUs, or CPU processes where there is none."""
+    address: str | None = None
+    """A running Ray cluster (`auto`, `host:port`); by default RAY_ADDRESS, else one is started on this machine."""
+    deadline_seconds: float = Field(default=3600.0, gt=0)
+    """The longest that one call of a role may take, and that ranks wait for each other."""
+    restarts: int = Field(default=3, ge=0)
+    """How often a run that lost a worker goes on from its last checkpoint by itself (Ray)."""
+
+
 class RecipeSettings(Settings):
     """What every recipe has; an algorithm's own class adds its section."""
 
@@ -381,6 +394,10 @@ class RecipeSettings(Settings):
     """Saving and resuming."""
     run: RunSettings = Field(default_factory=RunSettings)
     """The run itself."""
+    executor: ExecutorSettings = Field(default_factory=ExecutorSettings)
+    """Where the workers of the roles live."""
+    resource_pool: dict[str, Any] = Field(default_factory=dict)
+    """Devices of each role: `{actor: {gpus: [0, 1]}, reference: actor}`; see docs/executors.md."""
 
     @field_validator("algorithm")
     @classmethod

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from podium.trainer.trainer import Trainer
 
 # How long a run goes on and what it shows may change at a resume; what it computes may not.
-FREE = ("run.", "checkpoint.", "evaluation.")
+FREE = ("run.", "checkpoint.", "evaluation.", "executor.", "resource_pool")
 FIXED = ("run.seed",)
 
 

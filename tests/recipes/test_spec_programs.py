@@ -95,7 +95,7 @@ def ppo_yaml(folders, config, tmp_path):
 def test_roles_placed_by_hand_names_the_backend_that_is_missing(ppo_yaml):
     from podium import Trainer
 
-    with pytest.raises(ResourceError, match=r"backend 'fsdp' .* role 'actor'"):
+    with pytest.raises(ResourceError, match=r"backend 'megatron' .* role 'critic'"):
         Trainer(model_names=["actor", "critic", "reward"], resource_pool=POOLS, config_path=str(ppo_yaml))
 
 

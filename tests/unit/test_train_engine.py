@@ -314,7 +314,7 @@ def test_critic_and_reward_model_train_through_the_same_engine() -> None:
 
 def test_engines_by_name() -> None:
     assert TRAIN_ENGINES.get("single") is SingleDeviceEngine
-    with pytest.raises(ConfigError, match="'fsdp' is not in this version"):
-        TRAIN_ENGINES.get("fsdp")
+    with pytest.raises(ConfigError, match="'megatron' is not in this version"):
+        TRAIN_ENGINES.get("megatron")
     with pytest.raises(ConfigError, match="unknown train engine 'singel'"):
         TRAIN_ENGINES.get("singel")

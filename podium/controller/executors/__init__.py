@@ -1,1 +1,23 @@
 """Where workers live: one module per executor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from podium.controller.resource_pool import ResourcePool
+from podium.core.settings import ExecutorSettings
+
+
+def create_executor(settings: ExecutorSettings, pool: ResourcePool | None = None) -> Any:
+    """The executor that the settings name. Raises ResourceError where it cannot be had (no Ray, no torchrun)."""
+    if settings.kind == "ray":
+        from podium.controller.executors.ray import RayExecutor
+
+        return RayExecutor(pool, workers=settings.workers, address=settings.address, deadline_seconds=settings.deadline_seconds)
+    if settings.kind == "spmd":
+        from podium.controller.executors.spmd import SpmdExecutor
+
+        return SpmdExecutor(pool, deadline_seconds=settings.deadline_seconds)
+    from podium.controller.executors.local import LocalExecutor
+
+    return LocalExecutor()

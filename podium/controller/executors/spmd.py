@@ -97,7 +97,7 @@ class SpmdExecutor:
                 where="resource_pool",
                 remedy="leave the pools out, or use --executor ray",
             )
-        return {r: Ranks.fit(self.pool.parallel(r), self.world, f"resource_pool.{r}.parallel") for r in roles}
+        return {role: self.pool.ranks(role, self.world) for role in roles}
 
     @property
     def _backend(self) -> str:

@@ -8,7 +8,7 @@ from podium.core.errors import ConfigError
 from podium.core.registry import Registry
 from podium.engines.train.single import SingleDeviceEngine
 
-_PLANNED = ("fsdp", "fsdp2", "megatron", "deepspeed", "tensor_parallel")
+_PLANNED = ("megatron", "deepspeed")
 
 
 class TrainEngines(Registry[Any]):
@@ -26,5 +26,17 @@ class TrainEngines(Registry[Any]):
 
 TRAIN_ENGINES = TrainEngines("train engine")
 TRAIN_ENGINES.register("single")(SingleDeviceEngine)
+
+
+def sharded(model: Any, **settings: Any) -> Any:
+    """A `ShardedEngine` (imported when one is made: it brings torch's distributed modules)."""
+    from podium.engines.train.sharded import ShardedEngine
+
+    return ShardedEngine(model, **settings)
+
+
+# "fsdp" is the same engine; its name says that all workers go to the axis `shard` where the pool does not say otherwise.
+for _name in ("sharded", "fsdp", "fsdp2"):
+    TRAIN_ENGINES.register(_name)(sharded)
 
 __all__ = ["TRAIN_ENGINES", "SingleDeviceEngine"]
