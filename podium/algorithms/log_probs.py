@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import importlib.util
+from functools import cache
 from typing import Literal, overload
 
 import torch
 from torch import Tensor
 
 from podium.algorithms._chunked_log_probs import ChunkedLogProbs, LogitTransform
+from podium.algorithms._tiled_log_probs import TiledLogProbs
 
 # Elements of a [chunk, V] piece of logits in the weight's dtype, and of a [block, V] piece in fp32. The CPU's are measured
 # (576 x 49152 weight, one thread, fp32: flat within a few percent from 2**24 to 2**27, but what fits one chunk saves a
 # product); the accelerator's are not yet.
 CHUNK_ELEMENTS = {"cpu": 2**26, "accelerator": 2**28}
 BLOCK_ELEMENTS = {"cpu": 2**21, "accelerator": 2**26}
+# Logits in a tile of `TiledLogProbs`: 256 MiB in 16 bits.
+TILE_ELEMENTS = 2**27
+
+
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _tiled(hidden: Tensor) -> bool:
+    return hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16, torch.float32) and _has_triton()
 
 
 @overload
@@ -28,6 +42,7 @@ def log_probs_from_hidden(
     scale: float = ...,
     with_entropy: Literal[False] = ...,
     chunk_tokens: int | None = ...,
+    keep_logits: int | None = ...,
 ) -> Tensor: ...
 
 
@@ -43,6 +58,7 @@ def log_probs_from_hidden(
     scale: float = ...,
     with_entropy: Literal[True],
     chunk_tokens: int | None = ...,
+    keep_logits: int | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -57,6 +73,7 @@ def log_probs_from_hidden(
     scale: float = 1.0,
     with_entropy: bool = False,
     chunk_tokens: int | None = None,
+    keep_logits: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`log softmax(z)[target]` with `z = softcap(scale * (hidden @ weight.T + bias)) / temperature`, for each token.
 
@@ -71,14 +88,23 @@ def log_probs_from_hidden(
     `chunk_tokens` is the number of tokens in a chunk; by default as many as keep `chunk_tokens * V` within
     `CHUNK_ELEMENTS`. The result depends on it only through rounding.
 
+    On CUDA with Triton the vocabulary is cut instead (`TiledLogProbs`), unless `chunk_tokens` is given; `keep_logits` is
+    then the number of logits that wait in memory for the backward pass (the others are multiplied again): None takes up to
+    half of the free memory, 0 keeps one tile of `TILE_ELEMENTS`. It never changes the result.
+
     Raises `ValueError` for shapes or dtypes that don't fit together, a temperature that isn't positive, or a chunk size
     below 1.
     """
     _check(hidden, weight, targets, bias, temperature, softcap, chunk_tokens)
     kind = "cpu" if hidden.device.type == "cpu" else "accelerator"
+    transform = LogitTransform(scale, softcap, temperature)
+    if _tiled(hidden) and chunk_tokens is None:
+        log_probs, entropy = TiledLogProbs.apply(  # type: ignore[no-untyped-call]
+            hidden.contiguous(), weight, bias, targets.contiguous(), transform, with_entropy, TILE_ELEMENTS, keep_logits
+        )
+        return (log_probs, entropy) if with_entropy else log_probs
     chunk = chunk_tokens or max(1, CHUNK_ELEMENTS[kind] // weight.shape[0])
     block = max(1, BLOCK_ELEMENTS[kind] // weight.shape[0])
-    transform = LogitTransform(scale, softcap, temperature)
     log_probs, entropy = ChunkedLogProbs.apply(  # type: ignore[no-untyped-call]
         hidden, weight, bias, targets, transform, with_entropy, (chunk, block)
     )

@@ -44,6 +44,7 @@ from podium.models.loading import (
 )
 from podium.models.packed import Packed
 from podium.models.padded import padded_logits
+from podium.models.recompute import Recompute
 from podium.models.storage import store_by_columns
 
 VALUE_HEAD_FILE = "value_head.safetensors"
@@ -76,6 +77,8 @@ class ActorModel(nn.Module):
         super().__init__()
         self.model = model = without_dropout(plain_of(model))
         self.temperature = temperature
+        self.recompute: Recompute = "none"
+        """What the backward pass computes again, to save memory."""
         store_by_columns(model)
         self.packs = packs(model, verify_head)
 
@@ -90,7 +93,7 @@ class ActorModel(nn.Module):
         The LM head runs only where a response token is predicted.
         """
         _check_outputs("ActorModel", outputs, self.OUTPUTS)
-        hidden = hidden_states(base_of(self.model), packed, packed.predict_index, packs=self.packs)
+        hidden = hidden_states(base_of(self.model), packed, packed.predict_index, packs=self.packs, recompute=self.recompute)
         head = lm_head_of(self.model)
         log_probs_of = partial(
             log_probs_from_hidden,
@@ -139,6 +142,8 @@ class CriticModel(nn.Module):
         super().__init__()
         self.base = without_dropout(base)
         self.head = _new_value_head(base) if head is None else head
+        self.recompute: Recompute = "none"
+        """What the backward pass computes again, to save memory."""
         self.packs = packs(base, verify_base)
 
     @classmethod
@@ -159,7 +164,7 @@ class CriticModel(nn.Module):
     def compute(self, packed: Packed, outputs: Sequence[str]) -> dict[str, Tensor]:
         """`values [M]`, fp32: what the state before each response token is worth (reward units)."""
         _check_outputs("CriticModel", outputs, self.OUTPUTS)
-        hidden = hidden_states(self.base, packed, packed.predict_index, packs=self.packs)
+        hidden = hidden_states(self.base, packed, packed.predict_index, packs=self.packs, recompute=self.recompute)
         return {"values": self.head(hidden.to(self.head.weight.dtype)).squeeze(-1).float()}
 
     forward = compute

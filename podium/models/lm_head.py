@@ -16,9 +16,11 @@ from transformers.utils import logging as library_logging
 from podium.core.errors import ModelError
 from podium.models.adapters import check_adapters, plain_of
 from podium.models.attention import IMPLEMENTATION
+from podium.models.fused_layers import fused_hidden_states, why_not_fused
 from podium.models.packed import Packed
 from podium.models.packed_attention import PackedAttention
 from podium.models.padded import padded_hidden_states
+from podium.models.recompute import Recompute, recomputing
 
 _log = logging.getLogger(__name__)
 
@@ -94,23 +96,34 @@ def lm_head_of(model: PreTrainedModel) -> LMHead:
     return LMHead(head.weight, getattr(head, "bias", None), softcap, scale)
 
 
-def hidden_states(base: PreTrainedModel, packed: Packed, index: Tensor, *, packs: bool = True) -> Tensor:
+def hidden_states(
+    base: PreTrainedModel, packed: Packed, index: Tensor, *, packs: bool = True, recompute: Recompute = "none"
+) -> Tensor:
     """The last hidden states of the row's tokens at `index [K]`: `[K, D]`. `packed` and `index` may be on the CPU.
 
     Args:
         packs: what `packs` said of the model; False runs padded rows.
+        recompute: what the backward pass computes again, to save memory.
 
     Raises ModelError for a model that is said to pack and whose attention does not take Podium's context.
     """
-    hidden = packed_hidden_states(base, packed) if packs else padded_hidden_states(base, packed)
+    if packs:
+        hidden = packed_hidden_states(base, packed, recompute)
+    else:
+        with recomputing(base, recompute):
+            hidden = padded_hidden_states(base, packed)
     return hidden.index_select(0, index.to(base.device))
 
 
-def packed_hidden_states(base: PreTrainedModel, packed: Packed) -> Tensor:
+def packed_hidden_states(base: PreTrainedModel, packed: Packed, recompute: Recompute = "none") -> Tensor:
     """The last hidden states of all the row's tokens, `[N, D]`, from one packed row. Raises as `hidden_states`."""
     # The lengths stay on the CPU: reading them back from a device would stop its queue.
     context = PackedAttention(packed.lengths, packed.parents)
-    return run_base(base, packed.ids.to(base.device), packed.positions.to(base.device), context)
+    ids, positions = packed.ids.to(base.device), packed.positions.to(base.device)
+    if why_not_fused(base) is None:
+        return fused_hidden_states(base, ids, positions, context, recompute)
+    with recomputing(base, recompute):
+        return run_base(base, ids, positions, context)
 
 
 def run_base(base: PreTrainedModel, ids: Tensor, positions: Tensor, context: PackedAttention) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from podium.core.errors import ModelError
+from podium.models.shared_attention import SharedPromptAttention, make_layout
 
 # A bucket takes sequences down to this share of its longest: the work on padding, quadratic in the length, stays under 2x.
 _SHORTEST_SHARE = 0.71
@@ -204,6 +205,10 @@ class PackedAttention:
         # (left, 0) is causal with `left` tokens before one's own; -1 is no limit. The last query stands at the last key.
         left = -1 if window is None else window - 1
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        if self.parents is not None and window is None:
+            shared = self._keep("shared", lambda: make_layout(self.lengths, self.parents, query.device))
+            if shared is not None:
+                return SharedPromptAttention.apply(q, k, v, shared, scaling)[None]
         if self.parents is not None:
             places = self._keep("key places", lambda: self._key_places().to(query.device))
             k, v = k.index_select(0, places), v.index_select(0, places)

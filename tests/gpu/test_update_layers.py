@@ -1,0 +1,67 @@
+"""Whole updates on a GPU by the fast path against the plain one: every loss, shared prompts, recomputation."""
+
+from __future__ import annotations
+
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from podium.core.batch import Batch
+from podium.models.fused_layers import fused_hidden_states, why_not_fused
+from podium.models.heads import ActorModel
+from podium.models.lm_head import base_of, run_base
+from podium.models.packed import pack
+from podium.models.packed_attention import PackedAttention
+from tests.tiny import tiny_model
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+
+
+def _rows() -> Batch:
+    draw = torch.Generator().manual_seed(3)
+    prompts = [torch.randint(3, 90, (n,), generator=draw) for n in (40, 7, 12)]
+    responses = [torch.randint(3, 90, (5 + 11 * i % 60,), generator=draw) for i in range(8)]
+    return Batch({"prompt_ids": [prompts[i] for i in (0, 0, 0, 1, 1, 2, 0, 1)], "response_ids": responses})
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_hidden_states_and_gradients_equal_the_models_own_code(family: str, recompute: str) -> None:
+    model = ActorModel(tiny_model(family).cuda())
+    base, packed = base_of(model.model), pack(_rows())
+    assert why_not_fused(base) is None
+    results: list[list[Tensor]] = []
+    for fused in (False, True):
+        base.zero_grad()
+        context = PackedAttention(packed.lengths, packed.parents)
+        ids, positions = packed.ids.cuda(), packed.positions.cuda()
+        hidden = (
+            fused_hidden_states(base, ids, positions, context, recompute)  # type: ignore[arg-type]
+            if fused
+            else run_base(base, ids, positions, context)
+        )
+        (hidden * torch.randn(hidden.shape, generator=torch.Generator().manual_seed(0)).cuda()).sum().backward()
+        results.append([hidden.detach(), *(p.grad.clone() for p in base.parameters() if p.grad is not None)])
+    for want, got in zip(*results, strict=True):
+        assert float((want - got).norm() / want.norm().clamp(min=1e-9)) < 1e-5
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_bf16_is_as_near_to_fp32_as_the_models_own_code(shared: bool) -> None:
+    packed = pack(_rows() if shared else _rows().index(torch.tensor([0, 3, 5])))
+    exact, errors = None, []
+    for dtype, fused in ((torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)):
+        model = ActorModel(tiny_model("qwen2", dtype=dtype).cuda())
+        reason = None if fused else "off"
+        with patch("podium.models.lm_head.why_not_fused", lambda _, reason=reason: reason):
+            out = model.compute(packed, ("log_probs", "entropy"))
+        (out["log_probs"].sum() + out["entropy"].sum()).backward()
+        grads = torch.cat([p.grad.float().flatten() for p in model.parameters() if p.grad is not None])
+        exact = grads if exact is None else exact
+        errors.append(float((grads - exact).norm() / exact.norm()))
+    assert errors[2] < max(1.5 * errors[1], 0.01)
