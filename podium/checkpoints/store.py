@@ -31,10 +31,13 @@ class CheckpointStore:
         folder: where the checkpoints are.
         keep: how many are kept; the newest good one is never removed.
         note: called with a line of text when something is skipped.
+        writes: False for one of several controllers of a run that leaves the writing to another: it only reads.
     """
 
-    def __init__(self, folder: str | Path, keep: int = 2, note: Callable[[str], None] = lambda text: None) -> None:
-        self.folder, self.keep, self.note = Path(folder), keep, note
+    def __init__(
+        self, folder: str | Path, keep: int = 2, note: Callable[[str], None] = lambda text: None, *, writes: bool = True
+    ) -> None:
+        self.folder, self.keep, self.note, self.writes = Path(folder), keep, note, writes
 
     def save(self, step: int, state: dict[str, Any]) -> Path:
         """Writes the state after `step` steps. A crash at any point leaves the older checkpoints whole, and a checkpoint of
@@ -43,6 +46,8 @@ class CheckpointStore:
         Raises CheckpointError where it cannot be written.
         """
         final = self.folder / f"step_{step:06d}"
+        if not self.writes:
+            return final
         beside = self.folder / f".writing_{final.name}_{os.getpid()}"
         shutil.rmtree(beside, ignore_errors=True)
         try:

@@ -22,6 +22,12 @@ def command(
     reward: Annotated[
         list[str] | None, typer.Option(help="FILE.py:FUNCTION, MODULE:FUNCTION or a built-in. May be given several times.")
     ] = None,
+    executor: Annotated[
+        str | None, typer.Option(help="Where workers live: local, ray, or spmd under torchrun (executor.kind).")
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(help="GPUs, or CPU processes, that the roles share (executor.workers).", min=1)
+    ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with a run: the folder given, else the newest one of this recipe.")
     ] = False,
@@ -44,6 +50,10 @@ def command(
       podium train recipes/grpo.yaml --dry-run
 
       podium train --resume runs/grpo-20261130-120000
+
+      podium train recipes/grpo.yaml --executor ray --workers 4
+
+      torchrun --nproc-per-node 4 -m podium train recipes/grpo.yaml --executor spmd
     """
     given = sort_arguments(arguments)
     values = _values(algorithm, model, data, reward)
@@ -57,6 +67,7 @@ def command(
         )
     from podium import recipes
 
+    values |= executor_values(executor, workers)
     settings = recipes.load(given.settings_file, overrides=given.overrides, values=values)
     trainer = recipes.build(settings)
     if dry_run:
@@ -66,7 +77,9 @@ def command(
         show(settings, trainer, as_json=as_json)
         return
     result = trainer.train(resume=str(given.run) if given.run is not None else resume)
-    _report(result, as_json)
+    trainer.close()
+    if trainer.executor.writes:
+        _report(result, as_json)
     if result.interrupted:
         raise typer.Exit(130)
 
@@ -83,6 +96,16 @@ def _values(algorithm: str | None, model: str | None, data: str | None, reward: 
     if reward:
         values["rewards"] = [{"function": function} for function in reward]
     return values
+
+
+def executor_values(executor: str | None, workers: int | None) -> dict[str, Any]:
+    """The two options as settings; several workers without an executor are Ray's."""
+    if executor is None and workers is None:
+        return {}
+    kind = executor or ("ray" if (workers or 1) > 1 else "local")
+    if kind == "local" and (workers or 1) > 1:
+        raise ConfigError(f"{workers} workers do not go into one process", where="--workers", remedy="--executor ray")
+    return {"executor": {"kind": kind, **({"workers": workers} if workers is not None else {})}}
 
 
 def _newest_run(given: Given) -> Path:

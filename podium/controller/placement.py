@@ -63,7 +63,9 @@ def default_pool(nodes: Sequence[Node], workers: int) -> PoolSettings:
     return PoolSettings(gpus_per_node=workers)
 
 
-def place(pool: ResourcePool, roles: Sequence[str], nodes: Sequence[Node], *, workers: int = 1) -> list[Placed]:
+def place(
+    pool: ResourcePool, roles: Sequence[str], nodes: Sequence[Node], *, workers: int = 1, on_cpus: bool = False
+) -> list[Placed]:
     """A place for every process of every pool.
 
     Args:
@@ -71,13 +73,15 @@ def place(pool: ResourcePool, roles: Sequence[str], nodes: Sequence[Node], *, wo
         roles: those of the run.
         nodes: the cluster.
         workers: processes of the pool where none is described.
+        on_cpus: that pool takes no GPU.
 
     Raises ResourceError for the first pool that does not fit: what is missing, where, and what would do.
     """
     free = {node.name: node for node in nodes}
     placed = []
     # Named GPUs first: a pool that takes any must not take those.
-    groups = pool.groups(roles, default_pool(nodes, workers))
+    default = PoolSettings(cpus=workers) if on_cpus else default_pool(nodes, workers)
+    groups = pool.groups(roles, default)
     for group in sorted(groups, key=lambda g: not g.settings.gpus):
         where = f"resource_pool.{group.name}"
         places = _on_cpus(group, free, where) if group.settings.cpus else _on_gpus(group, free, where)

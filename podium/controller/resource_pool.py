@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from podium.core.config import Settings, parse
 from podium.core.errors import ConfigError, ResourceError, did_you_mean
-from podium.core.ranks import Ranks
+from podium.core.ranks import Ranks, axes_of
 
 ROLES = ("actor", "critic", "reference", "reward", "cost", "rollout", "teacher", "cost_critic")
 DEVICES = ("gpus", "gpus_per_node", "nodes", "gpu_type", "gpu_memory_gb", "cpus")
@@ -99,10 +99,7 @@ class ResourcePool:
     def ranks(self, role: str, workers: int) -> Ranks:
         """How the role divides its work among the workers of its pool. Raises ResourceError where that does not come out."""
         pool = self.pools.get(role, PoolSettings())
-        sizes = dict(pool.parallel)
-        if pool.backend in ("fsdp", "fsdp2") and not {"shard", "data"} & set(sizes):
-            sizes["shard"] = max(1, workers // (sizes.get("tensor", 1) * sizes.get("sequence", 1)))
-        return Ranks.fit(sizes, workers, f"resource_pool.{role}.parallel")
+        return axes_of(pool.backend, pool.parallel, workers, f"resource_pool.{role}.parallel")
 
     def groups(self, roles: Iterable[str], default: PoolSettings) -> list[PoolGroup]:
         """The pools that these roles need, in their order.

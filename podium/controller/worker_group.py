@@ -47,6 +47,10 @@ class Executor(Protocol):
         """True on every controller where it is on one of them."""
         ...
 
+    def same(self, value: Any) -> Any:
+        """The value of the controller that writes, on every controller."""
+        ...
+
     def shutdown(self) -> None:
         """Ends the workers, where they are not this process."""
         ...

@@ -117,6 +117,11 @@ class Batch:
         """The data set's own columns, by their own names."""
         return {n.removeprefix("data."): v for n, v in self._columns.items() if n.startswith("data.")}  # type: ignore[misc]
 
+    def here(self) -> Batch:
+        """With the values of columns that lie elsewhere fetched."""
+        columns = self._columns.items()
+        return Batch({n: Ragged(v.values, v.offsets) if isinstance(v, Ragged) else v for n, v in columns})
+
     # ------------------------------------------------------------------ rows
 
     def select(self, *names: str) -> Batch:

@@ -70,6 +70,26 @@ class Ranks:
         return rank % (self.tensor * self.sequence) == 0
 
 
+TAKES_THE_REST = {"fsdp": "shard", "fsdp2": "shard", "tensor_parallel": "tensor", "sequence_parallel": "sequence"}
+"""By train engine: the axis that gets the workers which `parallel` leaves over; `data` for the others."""
+
+
+def axes_of(backend: str, sizes: Mapping[str, int], workers: int, where: str = "parallel") -> Ranks:
+    """The axes of a role's workers: as `sizes` says; where it leaves workers over, the backend's own axis takes them.
+
+    `fsdp` on 8 workers is shard 8; with `{"tensor": 2}` it is shard 4 x tensor 2; with `{"data": 2}`, data 2 x shard 4.
+
+    Raises ResourceError where sizes and workers do not fit.
+    """
+    axis = TAKES_THE_REST.get(backend)
+    if axis is not None and axis not in sizes:
+        rest = 1
+        for size in sizes.values():
+            rest *= max(size, 1)
+        sizes = {"data": 1, **sizes, axis: max(1, workers // rest)}
+    return Ranks.fit(sizes, workers, where)
+
+
 def _divisors(sizes: Mapping[str, int], workers: int) -> str:
     large = max(AXES[1:], key=lambda name: sizes.get(name, 1))
     return f"{large} must divide {workers}: one of {[d for d in range(1, workers + 1) if workers % d == 0]}"

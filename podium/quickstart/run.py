@@ -6,13 +6,17 @@ import json
 import random
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from podium.controller.executors import create_executor
+from podium.core.config import parse
 from podium.core.errors import command_name
+from podium.core.settings import ExecutorSettings
 from podium.quickstart import model as quickstart_model
 from podium.quickstart import task
 from podium.recipes import build, load
@@ -44,7 +48,13 @@ class Report:
 
 
 def run(
-    *, algorithm: str = "grpo", seed: int = 0, steps: int | None = None, as_json: bool = False, folder: str = "runs"
+    *,
+    algorithm: str = "grpo",
+    seed: int = 0,
+    steps: int | None = None,
+    as_json: bool = False,
+    folder: str = "runs",
+    executor: Mapping[str, Any] | None = None,
 ) -> Report:
     """Makes data, tokenizer and model; trains with SFT, then with `algorithm`; shows what changed.
 
@@ -52,18 +62,20 @@ def run(
         algorithm: "grpo" or "ppo".
         steps: RL steps, where they shall differ from the recipe's.
         as_json: ends with the report as one JSON object on stdout.
+        executor: settings of the executor; by default this process.
     """
-    say = _printer(as_json)
+    players = create_executor(parse(ExecutorSettings, executor or {}, "executor"))
+    say = _printer(as_json) if players.writes else _say_nothing
     started = time.perf_counter()
-    home = RunFolder.create(folder, f"quickstart-{algorithm}").path
+    home = players.same(RunFolder.create(folder, f"quickstart-{algorithm}").path if players.writes else None)
     say("[bold]1. A task, a tokenizer and a small model[/bold], made here")
-    parameters = make_inputs(home, seed)
+    parameters = players.same(make_inputs(home, seed) if players.writes else None)
     say(f"   {parameters / 1e6:.1f} million parameters. The task: sort four numbers. The demonstrations often drop repeats.")
     say("[bold]2. SFT[/bold]: the model imitates the demonstrations")
-    sft, before = train_recipe(home, "sft", seed, None, model=home / "base", data="demonstrations")
+    sft, before = train_recipe(home, "sft", seed, None, model=home / "base", data="demonstrations", players=players)
     say(f"   {before.percent} of {HELD_OUT} held-out problems right, each answered greedily")
     say(f"[bold]3. {algorithm.upper()}[/bold]: the model answers, a checker scores, the better answers become likelier")
-    rl, after = train_recipe(home, algorithm, seed, steps, model=sft.run_folder / "model", data="problems")
+    rl, after = train_recipe(home, algorithm, seed, steps, model=sft.run_folder / "model", data="problems", players=players)
     seconds = time.perf_counter() - started
     speeds = [row["speed/tokens_per_second"] for row in RunFolder(rl.run_folder).read_metrics()]
     report = Report(
@@ -80,6 +92,9 @@ def run(
         parameters=parameters,
         run_folder=str(home),
     )
+    players.shutdown()
+    if not players.writes:
+        return report
     _show(say, report, before, after, rl)
     (home / "report.json").write_text(json.dumps(asdict(report), indent=2) + "\n")
     if as_json:
@@ -119,7 +134,7 @@ class Answers:
 
 
 def train_recipe(
-    home: Path, recipe: str, seed: int, steps: int | None, *, model: Path, data: str
+    home: Path, recipe: str, seed: int, steps: int | None, *, model: Path, data: str, players: Any = None
 ) -> tuple[TrainResult, Answers]:
     """Runs one of the quick start's recipes; what it came to, and its answers to the held-out problems at the end."""
     values: dict[str, Any] = {
@@ -130,12 +145,17 @@ def train_recipe(
     if steps is not None:
         values["run"]["steps"] = steps
     settings = load(RECIPES / f"{recipe}.yaml", values=values)
-    (home / f"{recipe}.yaml").write_text(yaml.safe_dump(settings.model_dump(mode="json", exclude_unset=True), sort_keys=False))
-    trainer = build(settings)
+    if players is None or players.writes:
+        _write_recipe(home, recipe, settings)
+    trainer = build(settings, executor=players)
     result = trainer.train()
     if result.interrupted:
         raise KeyboardInterrupt
     return result, _answers(trainer, result)
+
+
+def _write_recipe(home: Path, recipe: str, settings: Any) -> None:
+    (home / f"{recipe}.yaml").write_text(yaml.safe_dump(settings.model_dump(mode="json", exclude_unset=True), sort_keys=False))
 
 
 def _answers(trainer: Trainer, result: TrainResult) -> Answers:
@@ -184,6 +204,10 @@ def _row(problem: task.Problem, completion: str | None = None) -> dict[str, str]
 
 def _write(path: Path, rows: list[dict[str, str]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def _say_nothing(*shown: Any) -> None:
+    pass
 
 
 def _printer(as_json: bool) -> Any:

@@ -29,6 +29,8 @@ class StepContext:
     metrics: Metrics = field(default_factory=Metrics)
     on_progress: Callable[[str, int, int], None] | None = None
     """Called as (stage, done, total) while a long stage works."""
+    concurrent: bool = False
+    """Stages whose inputs are there may run at the same time."""
 
     def progress_of(self, stage: str) -> Callable[[int, int, int], None] | None:
         """A callback in the form that `generate` takes: responses finished, responses in all, tokens."""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Sequence
-from typing import Any
 
-from podium.core.batch import Batch, resolve
+from podium.core.batch import Batch
 from podium.core.errors import GraphError, did_you_mean
 from podium.stages.base import Stage, StepContext
+from podium.stages.schedule import merged, run_concurrently, run_stage
 
 # What gives a column that an algorithm may lack: the stage, and the settings that bring it.
 _GIVEN_BY = {
@@ -41,7 +40,7 @@ class StageGraph:
         self.stages = [part for stage in stages for part in stage.expand()]
         self.sources = set(sources)
         self._writer = self._writers()
-        self._needs = [self._dependencies(i) for i in range(len(self.stages))]
+        self.needs = [self._dependencies(i) for i in range(len(self.stages))]
         self.levels = self._levels()
 
     @property
@@ -64,12 +63,14 @@ class StageGraph:
         return [(s.label, c) for s in self.stages for c in s.optional_reads if not self._available(c)]
 
     def run(self, batch: Batch, context: StepContext) -> Batch:
-        """Runs every stage once over a step's rows; adds `time/<stage>` (seconds) to the metrics."""
+        """Runs every stage once over a step's rows; adds `time/<stage>` (seconds) to the metrics.
+
+        With `context.concurrent` a stage starts as soon as those that it needs are done, in a thread of its own.
+        """
+        if context.concurrent:
+            return run_concurrently(self, batch, context)
         for stage in self.order:
-            started = time.perf_counter()
-            result = resolve(stage.run(batch if stage.changes_rows else _visible(stage, batch), context))
-            batch = result if stage.changes_rows else batch.with_columns(_declared(stage, result))
-            context.metrics.add(f"time/{stage.label}", time.perf_counter() - started)
+            batch = merged(stage, batch, run_stage(stage, batch, context))
         return batch
 
     # ------------------------------------------------------------------ derivation
@@ -138,28 +139,13 @@ class StageGraph:
         done: set[int] = set()
         levels: list[list[int]] = []
         while len(done) < len(self.stages):
-            ready = [i for i in range(len(self.stages)) if i not in done and self._needs[i] <= done]
+            ready = [i for i in range(len(self.stages)) if i not in done and self.needs[i] <= done]
             if not ready:
                 stuck = [self.stages[i].label for i in range(len(self.stages)) if i not in done]
                 raise GraphError("these stages wait for each other: " + ", ".join(stuck), remedy="check reads, writes, after")
             levels.append(ready)
             done.update(ready)
         return levels
-
-
-def _visible(stage: Stage, batch: Batch) -> Batch:
-    """The columns that a stage says it reads: what it does not declare it does not see, so the order cannot be wrong."""
-    return batch.select(*dict.fromkeys((*stage.reads, *(c for c in stage.optional_reads if c in batch))))
-
-
-def _declared(stage: Stage, result: Batch) -> dict[str, Any]:
-    """The columns that a stage returned, which must be those it said it writes."""
-    if set(result.names) != set(stage.writes):
-        raise GraphError(
-            f"stage '{stage.label}' returned the columns {result.names}, and says that it writes {sorted(stage.writes)}",
-            remedy="return just those, or change `writes`",
-        )
-    return {name: result[name] for name in result.names}
 
 
 def describe(graph: StageGraph) -> Sequence[tuple[str, str, str, str]]:

@@ -25,10 +25,11 @@ class InterruptGuard:
 
     Args:
         say: shows a line to the user.
+        alone: no other controller runs the same loop; where some do, they stop together at a step's border.
     """
 
-    def __init__(self, say: Callable[[str], None] = lambda text: None) -> None:
-        self.requested = False
+    def __init__(self, say: Callable[[str], None] = lambda text: None, *, alone: bool = True) -> None:
+        self.requested, self._alone = False, alone
         self._say, self._saving = say, False
         self._before: dict[int, Any] = {}
 
@@ -55,8 +56,8 @@ class InterruptGuard:
             os.write(2, f"{text}\n".encode())
 
     def check(self) -> None:
-        """Raises StopRequested where a stop was asked for."""
-        if self.requested:
+        """Raises StopRequested where a stop was asked for and can be made here."""
+        if self.requested and self._alone:
             raise StopRequested
 
     @contextmanager

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from podium.checkpoints.store import CheckpointStore
 from podium.core.batch import Batch
-from podium.core.errors import CheckpointError
+from podium.core.errors import CheckpointError, WorkerLost
 from podium.core.files import writing
 from podium.runs.folder import RunFolder
 from podium.runs.plot import plot_metrics
@@ -63,7 +63,7 @@ class Loop:
     ) -> None:
         self.trainer, self.run, self.store, self.progress, self.trackers = trainer, run, store, progress, trackers
         self.settings = trainer.settings
-        self.guard = InterruptGuard(progress.note)
+        self.guard = InterruptGuard(progress.note, alone=not trainer.replicated)
         self._said_nothing_learned = False
         self._started = time.perf_counter() - trainer.record.seconds
         trainer.border = state.Border.of(trainer)
@@ -96,7 +96,8 @@ class Loop:
         trainer, every = self.trainer, self.settings.checkpoint.every_steps
         self._measure_first()
         while trainer.step < self.settings.run.steps:
-            self.guard.check()
+            if trainer.executor.any(self.guard.requested):
+                raise StopRequested
             self._step()
             try:
                 if self._evaluation_due():
@@ -117,13 +118,14 @@ class Loop:
             trainer.loader.epoch,
             more_prompts=trainer.loader.next_batch,
             on_progress=self._report,
+            concurrent=trainer.executor.concurrent,
         )
         border = trainer.border
         assert border is not None
         try:
             batch = trainer.graph.run(trainer.loader.next_batch(), context)
-        except BaseException:
-            if border.holds(trainer):
+        except BaseException as error:
+            if _holds(border, trainer, error):
                 border.return_to(trainer)
             raise
         seconds = time.perf_counter() - started
@@ -143,7 +145,7 @@ class Loop:
     def _report(self, stage: str, done: int, total: int) -> None:
         border = self.trainer.border
         # A rollout can be given up: it changed nothing that a resumed step needs. After an update that is no longer so.
-        if self.guard.requested and border is not None and border.holds(self.trainer):
+        if self.guard.requested and not self.trainer.replicated and border is not None and border.holds(self.trainer):
             self.guard.check()
         self.progress.stage(stage, done, total)
 
@@ -199,7 +201,7 @@ class Loop:
         border = self.trainer.border
         if border is None or border.step == 0:
             return
-        held = border.holds(self.trainer)
+        held = _holds(border, self.trainer, error)
         if held and border is not self._saved and not isinstance(error, CheckpointError):
             try:
                 self._save()
@@ -238,6 +240,11 @@ class Loop:
         if main is not None:
             with writing(self.run.model, "the model"):
                 self.trainer.roles[main].save_pretrained(str(self.run.model)).result()
+
+
+def _holds(border: state.Border, trainer: Trainer, error: BaseException) -> bool:
+    """The roles' weights are those of the border; not where a worker is gone with its own."""
+    return not isinstance(error, WorkerLost) and border.holds(trainer)
 
 
 def _stage_seconds(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -6,16 +6,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from podium.algorithms.base import Loss
 from podium.controller.worker_group import Executor, RoleHandle
 from podium.core.errors import ConfigError
 from podium.core.imports import load_module
 from podium.core.ranks import WorkerContext
+from podium.core.seeding import derive_seed
 from podium.core.settings import OptimizerSettings, RecipeSettings, RolloutSettings
 from podium.engines.base import SamplingParams
 from podium.engines.rollout import create_rollout_engine
-from podium.engines.train import TRAIN_ENGINES
-from podium.models.loading import load_tokenizer
+from podium.engines.train import TRAIN_ENGINES, create_train_engine
+from podium.models.loading import load_tokenizer, quiet
 from podium.models.own import BaseParallelModel
 from podium.stages.graph import StageGraph
 from podium.stages.update import UpdateStage
@@ -32,10 +35,6 @@ def sampling_of(rollout: RolloutSettings) -> SamplingParams:
         min_p=rollout.min_p,
         stop=tuple(rollout.stop),
     )
-
-
-SEVERAL = "sharded"
-"""The train engine of a role with several workers, where its pool names none."""
 
 
 @dataclass(frozen=True)
@@ -95,11 +94,25 @@ class Roles:
 
     def worker(self, role: str, context: WorkerContext) -> Any:
         """The role's worker for this place."""
+        if not hasattr(self, "models"):
+            self._enter(context)
+        self.context = context
+        # Each role draws from a generator of its own: new weights (a value head, an adapter) do not depend on who was
+        # built before in the same process.
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(derive_seed(self.settings.run.seed, "role", role))
+            return self._worker(role)
+
+    def _enter(self, context: WorkerContext) -> None:
+        """Once in a process: what the program that called did in its own."""
         for module in self.settings.imports:
             load_module(module, "imports")
-        if not hasattr(self, "models"):
-            self.models = RoleModels(self.settings, self.given, context.device)
-        self.context = context
+        if self.settings.run.threads:
+            torch.set_num_threads(self.settings.run.threads)
+        quiet()
+        self.models = RoleModels(self.settings, self.given, context.device)
+
+    def _worker(self, role: str) -> Any:
         loss = self.needs.losses.get(role)
         if role == "actor":
             return self._actor(loss, self.generates)
@@ -181,18 +194,15 @@ class Roles:
     # ------------------------------------------------------------------ pieces
 
     def _engine(self, role: str, model: Any, loss: Loss | None, optimizer: OptimizerSettings | None = None) -> Any:
-        backend, options = self.backends.get(role, "auto"), {}
-        if backend == "auto":  # what never trains needs no engine that keeps ranks together
-            backend = "single" if self.context.world_size == 1 or loss is None else SEVERAL
-        if backend != "single":
-            options = {"context": self.context}
-        return TRAIN_ENGINES.get(backend)(
-            model,
-            optimizer=(optimizer or self.settings.optimizer) if loss is not None else None,
-            microbatch_tokens=self.settings.batch.microbatch_tokens,
-            total_updates=self.needs.updates.get(role),
-            **options,
-        )
+        backend = self.backends.get(role, "single")
+        options: dict[str, Any] = {
+            "optimizer": (optimizer or self.settings.optimizer) if loss is not None else None,
+            "microbatch_tokens": self.settings.batch.microbatch_tokens,
+            "total_updates": self.needs.updates.get(role),
+        }
+        if backend == "single" and loss is None:  # what never trains needs nothing that keeps its copies together
+            return TRAIN_ENGINES.get("single")(model, **options)
+        return create_train_engine(backend, model, context=self.context, **options)
 
     @property
     def _actor_trains(self) -> bool:

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from podium.checkpoints.store import CheckpointStore
+from podium.controller.executors import create_executor
 from podium.controller.executors.local import LocalExecutor
 from podium.controller.resource_pool import ResourcePool
 from podium.controller.worker_group import Executor, RoleHandle
 from podium.core.batch import Batch
 from podium.core.config import apply_overrides, dump_yaml, load_yaml, parse
-from podium.core.errors import CheckpointError, ConfigError, GraphError, did_you_mean
+from podium.core.errors import CheckpointError, ConfigError, GraphError, WorkerLost, did_you_mean
 from podium.core.metrics import Metrics
 from podium.core.seeding import seed_everything
 from podium.core.settings import RecipeSettings, StagesSettings
@@ -52,12 +55,12 @@ class Trainer:
         stages: the step's stages; by default the recipe's.
         config: settings: a settings object, a mapping, or a YAML file's path.
         model_names: roles that the run is to have; it is an error if the recipe's graph calls others.
-        resource_pool: devices and backend of each role.
+        resource_pool: devices and backend of each role; by default the settings' `resource_pool`.
         config_path: the same as a path in `config`.
         models: models that are in memory already, by role ("actor": a `transformers` model); `tokenizer` goes with the actor.
         data: rows (a list of dicts) instead of `data.path`; `eval_data` likewise.
         evaluation: stages that measure held-out rows; by default the recipe's, or greedy rollout and reward.
-        executor: where workers live; by default this process.
+        executor: where workers live; by default the settings' `executor`.
 
     Everything that can be checked without loading a model is checked here: settings, columns, backends, rewards.
     Raises ConfigError, GraphError, ResourceError.
@@ -91,9 +94,9 @@ class Trainer:
                 recipe.evaluation(self.settings) if recipe else evaluation_stages(self.graph.stages, self.settings.evaluation)
             )
         self.evaluation = StageGraph(evaluation, SOURCES[self.kind])
-        self.pool = resource_pool if isinstance(resource_pool, ResourcePool) else ResourcePool(resource_pool or {})
+        self.pool = ResourcePool.of(resource_pool if resource_pool is not None else self.settings.resource_pool)
         self._check(model_names)
-        self.executor = executor or LocalExecutor()
+        self._executor = executor
         self._given_data, self._given_eval = data, eval_data
         self._given_models, self._given_tokenizer = dict(models or {}), tokenizer
         self.roles: dict[str, RoleHandle] = {}
@@ -119,33 +122,79 @@ class Trainer:
         """
         if "trackers" in self.settings.run.model_fields_set:
             check_packages(self.settings.run.trackers)
+        writes = self.executor.writes
         old = self._find_run(resume) if resume else None
-        total = self.settings.run.steps
-        with Progress(total, self.settings.algorithm, enabled=self.settings.run.progress) as progress:
-            self.prepare(progress.note)
+        shown = self.settings.run.progress and writes
+        with Progress(self.settings.run.steps, self.settings.algorithm, enabled=shown) as progress:
+            note = progress.note if writes else _say_nothing
+            self.prepare(note)
             # The folder is made only now: what could not be loaded leaves nothing behind.
-            run = old or self._new_run()
-            store = CheckpointStore(run.checkpoints, self.settings.checkpoint.keep, progress.note)
+            run = old if old is not None and writes else self._new_run()
+            store = CheckpointStore((old or run).checkpoints, self.settings.checkpoint.keep, note, writes=writes)
             if old:
                 self._restore(store, run, progress)
             else:
                 run.write_settings(dump_yaml(self.settings))
             trackers = open_trackers(
-                self.settings.run.trackers,
+                self.settings.run.trackers if writes else [],
                 run,
                 self.settings.model_dump(mode="json"),
                 resume_step=self.step or None,
                 required="trackers" in self.settings.run.model_fields_set,
-                note=progress.note,
+                note=note,
             )
             try:
-                return Loop(self, run, store, progress, trackers, resumed=old is not None).train()
+                result = self._until_done(run, store, progress, trackers, resumed=old is not None)
             finally:
                 for tracker in trackers:
                     tracker.close()
                 run.close()
-                if old is None and not run.metrics.exists():  # nothing was measured: there is no run
+                if not writes or (old is None and not run.metrics.exists()):  # nothing was measured: there is no run
                     shutil.rmtree(run.path, ignore_errors=True)
+            return replace(result, run_folder=self.executor.same(result.run_folder))
+
+    def _until_done(
+        self, run: RunFolder, store: CheckpointStore, progress: Progress, trackers: list[Any], *, resumed: bool
+    ) -> TrainResult:
+        """The steps that are left; where a worker is lost, its run goes on from the last checkpoint by itself."""
+        start = state.Border.of(self)
+        left = self.settings.executor.restarts
+        while True:
+            try:
+                return Loop(self, run, store, progress, trackers, resumed=resumed).train()
+            except WorkerLost as error:
+                if left == 0 or not self.executor.concurrent:
+                    raise
+                left -= 1
+                progress.note(f"{error}\nstarting the workers again; {left} more times before the run gives up")
+                self.roles = self._launch()
+                resumed = bool(store.steps())
+                if resumed:
+                    self._restore(store, run, progress)
+                else:
+                    start.return_to(self)
+                    run.rewind(self.step)
+                    progress.completed = self.step
+
+    def close(self) -> None:
+        """Ends the workers, where they are not this process. What the last evaluation left is fetched first."""
+        if self.last_evaluation is not None:
+            self.last_evaluation = self.last_evaluation.here()
+        if self._executor is not None:
+            self._executor.shutdown()
+        self.roles = {}
+
+    @property
+    def executor(self) -> Executor:
+        """Where the workers live: what the trainer was given, else what the settings name, made when it is first asked for."""
+        if self._executor is None:
+            self._executor = create_executor(self.settings.executor, self.pool, self.settings.run.device)
+        return self._executor
+
+    @property
+    def replicated(self) -> bool:
+        """Other processes run the same loop."""
+        return not self.executor.writes or bool(getattr(self.executor, "world", 1) > 1)
 
     def check_files(self) -> None:
         """Raises where a local model, data or evaluation file that the settings name is not there. Loads nothing."""
@@ -170,15 +219,17 @@ class Trainer:
         if settings.run.threads:
             torch.set_num_threads(settings.run.threads)
         seed_everything(settings.run.seed)
-        device = _device(settings.run.device)
-        for line in self.pool.notes(device, torch.cuda.device_count() if device != "cpu" else 0):
+        local = isinstance(self.executor, LocalExecutor)
+        device = _device(settings.run.device) if local else settings.run.device
+        for line in self.pool.notes(device, torch.cuda.device_count() if device != "cpu" else 0) if local else ():
             note(line)
         for stage in self.graph.stages:
             self._given_models |= stage.models()
             self._given_tokenizer = self._given_tokenizer or getattr(stage, "tokenizer", None)
         if isinstance(self.executor, LocalExecutor):
             self.executor.device = device
-        roles = Roles(settings, self._given_models, self._given_tokenizer, self.pool.backends())
+        backends = {role: name for role, name in self.pool.backends().items() if name in TRAIN_ENGINES}
+        roles = Roles(settings, self._given_models, self._given_tokenizer, backends)
         self.tokenizer = roles.tokenizer
         for stage in self.graph.stages:
             if getattr(stage, "wants_tokenizer", False) and stage.tokenizer is None:  # type: ignore[attr-defined]
@@ -201,7 +252,8 @@ class Trainer:
         generates = any("rollout_log_probs" in stage.writes for g in graphs for stage in g.stages)
         evaluation = self.evaluation if self._held_out is not None else None
         needs = RoleNeeds.of(self.graph, evaluation, settings.run.steps, self._updates_per_step())
-        self.roles = roles.build(needs, self.executor, generates=generates)
+        self._launch = lambda: roles.build(needs, self.executor, generates=generates)
+        self.roles = self._launch()
         if generates:
             _check_longest(self.roles["actor"], [b for b in (data.train, data.held_out) if b is not None])
         for label, column in self.graph.missing_optional():
@@ -267,6 +319,8 @@ class Trainer:
 
     def _new_run(self) -> RunFolder:
         settings = self.settings.run
+        if not self.executor.writes:  # what this process would write is the other's
+            return RunFolder.create(tempfile.mkdtemp(prefix="podium-"), "rank")
         return RunFolder.create(settings.folder, settings.name or default_name(self.settings.algorithm))
 
     def _find_run(self, resume: bool | str | Path) -> RunFolder:
@@ -301,7 +355,7 @@ class Trainer:
                 progress.stage(f"evaluate {stage}", done, total)
 
         started = time.perf_counter()
-        context = StepContext(EVALUATION_STEP, self.roles, on_progress=report)
+        context = StepContext(EVALUATION_STEP, self.roles, on_progress=report, concurrent=self.executor.concurrent)
         self.last_evaluation = self.evaluation.run(self._held_out, context)
         kept = Metrics({n: v for n, v in context.metrics.items() if not n.startswith("time/")})
         out = Metrics().merge(kept, prefix="eval/")
@@ -373,7 +427,11 @@ def _data_kind(stages: Sequence[Stage]) -> DataKind:
 def _check_longest(actor: RoleHandle, batches: Sequence[Batch]) -> None:
     """The longest prompt is tried before the first step: what cannot fit fails now, not an hour later."""
     longest = max((batch["prompt_ids"] for batch in batches), key=lambda prompts: prompts.max_length)
-    actor.check_prompt(longest[int(longest.lengths.argmax())].tolist())
+    actor.check_prompt(longest[int(longest.lengths.argmax())].tolist()).result()
+
+
+def _say_nothing(text: str) -> None:
+    pass
 
 
 def _device(name: str) -> str:

@@ -8,8 +8,11 @@ from podium.controller.resource_pool import ResourcePool
 from podium.core.settings import ExecutorSettings
 
 
-def create_executor(settings: ExecutorSettings, pool: ResourcePool | None = None) -> Any:
-    """The executor that the settings name. Raises ResourceError where it cannot be had (no Ray, no torchrun)."""
+def create_executor(settings: ExecutorSettings, pool: ResourcePool | None = None, device: str = "auto") -> Any:
+    """The executor that the settings name, for a run on `device` (the setting `run.device`).
+
+    Raises ResourceError where it cannot be had (no Ray, no torchrun).
+    """
     if settings.kind == "ray":
         from podium.controller.executors.ray import RayExecutor
 
@@ -17,7 +20,7 @@ def create_executor(settings: ExecutorSettings, pool: ResourcePool | None = None
     if settings.kind == "spmd":
         from podium.controller.executors.spmd import SpmdExecutor
 
-        return SpmdExecutor(pool, deadline_seconds=settings.deadline_seconds)
+        return SpmdExecutor(pool, deadline_seconds=settings.deadline_seconds, device=None if device == "auto" else device)
     from podium.controller.executors.local import LocalExecutor
 
     return LocalExecutor()

@@ -37,6 +37,9 @@ class LocalExecutor:
     def any(self, flag: bool) -> bool:
         return flag
 
+    def same(self, value: Any) -> Any:
+        return value
+
     def shutdown(self) -> None:
         pass
 

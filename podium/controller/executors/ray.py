@@ -41,6 +41,7 @@ class RayExecutor:
         address: of a running cluster ("auto", "host:port"); None: RAY_ADDRESS, else a local one is started.
         deadline_seconds: the longest that one call may take.
         grace_seconds: how long the other ranks may go on after one has failed.
+        device: "cpu" keeps pools that are not described off the GPUs.
     """
 
     concurrent = True
@@ -54,8 +55,9 @@ class RayExecutor:
         address: str | None = None,
         deadline_seconds: float = 3600.0,
         grace_seconds: float = 10.0,
+        device: str | None = None,
     ) -> None:
-        self.pool, self.workers, self.address = ResourcePool.of(pool), workers, address
+        self.pool, self.workers, self.address, self.device = ResourcePool.of(pool), workers, address, device
         self.deadline_seconds, self.grace_seconds = deadline_seconds, grace_seconds
         self._pools: dict[str, _Pool] = {}
 
@@ -63,8 +65,10 @@ class RayExecutor:
 
     def launch(self, makers: Mapping[str, Maker]) -> dict[str, RoleHandle]:
         """Places the pools, starts their actors, and builds all workers. Raises ResourceError before anything is started."""
+        self.shutdown()
         ray = self._connect()
-        placed = place(self.pool, list(makers), _nodes(ray, self._asks_memory()), workers=self.workers)
+        nodes = _nodes(ray, self._asks_memory())
+        placed = place(self.pool, list(makers), nodes, workers=self.workers, on_cpus=self.device == "cpu")
         try:
             self._pools = {p.name: _Pool(ray, p, self.deadline_seconds) for p in placed}
             groups: dict[str, WorkerGroup] = {}
@@ -88,6 +92,9 @@ class RayExecutor:
 
     def any(self, flag: bool) -> bool:
         return flag
+
+    def same(self, value: Any) -> Any:
+        return value
 
     def _connect(self) -> Any:
         ray = _import_ray()

@@ -113,6 +113,11 @@ class SpmdExecutor:
         distributed.all_reduce(number, distributed.ReduceOp.MAX, group=self._control)
         return bool(number)
 
+    def same(self, value: Any) -> Any:
+        values = [value]
+        distributed.broadcast_object_list(values, group=self._control)
+        return values[0]
+
     # ------------------------------------------------------------------ calls
 
     def call(self, group: WorkerGroup, method: str, plan: Plan) -> Future:

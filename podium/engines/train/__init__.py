@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from podium.core.errors import ConfigError
+from podium.core.ranks import TAKES_THE_REST, WorkerContext, axes_of
 from podium.core.registry import Registry
+from podium.engines.train.sharded import ShardedEngine
 from podium.engines.train.single import SingleDeviceEngine
 
 _PLANNED = ("megatron", "deepspeed")
@@ -26,17 +29,28 @@ class TrainEngines(Registry[Any]):
 
 TRAIN_ENGINES = TrainEngines("train engine")
 TRAIN_ENGINES.register("single")(SingleDeviceEngine)
+for _name in ("ddp", *TAKES_THE_REST):
+    TRAIN_ENGINES.register(_name)(ShardedEngine)
 
 
-def sharded(model: Any, **settings: Any) -> Any:
-    """A `ShardedEngine` (imported when one is made: it brings torch's distributed modules)."""
-    from podium.engines.train.sharded import ShardedEngine
+def create_train_engine(backend: str, model: Any, *, context: WorkerContext | None = None, **options: Any) -> Any:
+    """The engine of a backend. With one worker every built-in backend is the engine of one device.
 
-    return ShardedEngine(model, **settings)
+    Args:
+        context: the worker's place among those of its role; None: it is alone.
+        options: of the engine (`optimizer`, `microbatch_tokens`, `total_updates`; `offload_optimizer` where it is sharded).
+
+    Raises ConfigError for a backend that is not there.
+    """
+    engine = TRAIN_ENGINES.get("ddp" if backend == "single" and context and context.world_size > 1 else backend)
+    if engine is not ShardedEngine:
+        if "context" in inspect.signature(engine).parameters:
+            options["context"] = context
+        return engine(model, **options)
+    if context is None or context.world_size == 1:
+        options.pop("offload_optimizer", None)
+        return SingleDeviceEngine(model, **options)
+    return ShardedEngine(model, context=context, **options)
 
 
-# "fsdp" is the same engine; its name says that all workers go to the axis `shard` where the pool does not say otherwise.
-for _name in ("sharded", "fsdp", "fsdp2"):
-    TRAIN_ENGINES.register(_name)(sharded)
-
-__all__ = ["TRAIN_ENGINES", "SingleDeviceEngine"]
+__all__ = ["TRAIN_ENGINES", "ShardedEngine", "SingleDeviceEngine", "axes_of", "create_train_engine"]
