@@ -142,7 +142,12 @@ class TrainedRole:
     @dispatch("broadcast")
     def weights_mark(self) -> dict[str, Any]:
         """What changes with every write to the weights or the optimizer's state; small, and no weight is sent."""
-        return weights_mark(self.engine.state_dict())
+        model = getattr(self.engine, "model", None)
+        if self.context.world_size == 1 or not isinstance(model, torch.nn.Module):
+            return weights_mark(self.engine.state_dict())
+        # The state of several ranks would be gathered; what each holds of the parameters says as much.
+        held = {name: getattr(p, "_local_tensor", p) for name, p in model.named_parameters()}
+        return {"policy_version": self.engine.policy_version, "model": weights_mark(held)}
 
     @dispatch("for_files")
     def state_dict(self) -> dict[str, Any]:

@@ -55,6 +55,13 @@ class Player:
         out = batch.repeat(group_size)
         return Batch({"group_id": out["group_id"], "row_index": out["occurrence"], "response_ids": out["prompt_ids"]})
 
+    @dispatch("prompts")
+    def slow_answer(self, batch, *, on_progress=None):
+        for done in range(100):
+            time.sleep(0.1)
+            on_progress(done, 100, 0)
+        return batch
+
     @dispatch("rows")
     def count(self, batch):
         return Metrics({"tokens": (float(batch.lengths("response").sum()), len(batch))})
