@@ -233,6 +233,8 @@ class OptimizerSettings(Settings):
     """The end of the decay as a share of `lr`."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Gradients are scaled down to this norm."""
+    states: Literal["fp32", "8bit"] = "fp32"
+    """AdamW's two moments: 8 bytes a trained weight, or 2."""
 
     @field_validator("betas")
     @classmethod

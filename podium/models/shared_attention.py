@@ -73,6 +73,7 @@ class SharedPromptAttention(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, layout: SharedLayout, scaling: float) -> Tensor:
         from podium.models.layer_kernels import merge_
 
+        q = q.contiguous()  # the outputs get its layout
         out, normaliser, *state = torch.ops.aten._flash_attention_forward(
             q, k, v, layout.own, layout.own, layout.longest, layout.longest, 0.0, True, False, scale=scaling
         )

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from podium.core.errors import CheckpointError, ConfigError
 from podium.core.settings import OptimizerSettings
+from podium.engines.train.adamw_8bit import AdamW8bit
 from podium.engines.train.loss_scale import LossScale
 
 
@@ -74,13 +75,7 @@ class MasterAdamW:
         matrices = [m for m in self._masters.values() if m.ndim >= 2]
         others = [m for m in self._masters.values() if m.ndim < 2]
         groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}]
-        self._adamw = torch.optim.AdamW(
-            [group for group in groups if group["params"]],
-            lr=settings.lr,
-            betas=settings.betas,
-            eps=settings.eps,
-            fused=True,
-        )
+        self._adamw = _adamw([group for group in groups if group["params"]], settings)
 
     def _scales_loss(self) -> bool:
         return any(p.dtype == torch.float16 for p in self._parameters.values())
@@ -199,6 +194,12 @@ class MasterAdamW:
             master = self._masters[name]
             self._adamw.state[master] = {k: torch.as_tensor(v).to(master.device, copy=True) for k, v in moments.items()}
         self._write_parameters()
+
+
+def _adamw(groups: list[dict[str, Any]], settings: OptimizerSettings) -> torch.optim.Optimizer:
+    """The update rule itself, with moments of the kind that the settings ask for."""
+    rates: dict[str, Any] = {"lr": settings.lr, "betas": settings.betas, "eps": settings.eps}
+    return AdamW8bit(groups, **rates) if settings.states == "8bit" else torch.optim.AdamW(groups, **rates, fused=True)
 
 
 def _like(master: Tensor, value: Tensor) -> Tensor:
