@@ -244,6 +244,26 @@ class OptimizerSettings(Settings):
         return betas
 
 
+class ParallelSettings(Settings):
+    """How a role's workers divide its work. The sizes multiply to the number of workers."""
+
+    data: int = Field(default=0, ge=0)
+    """Copies of the model; each gets other rows. 0: as many as the other sizes leave workers for."""
+    shard: int = Field(default=1, gt=0)
+    """FSDP2: each worker stores a piece of every tensor, and gets other rows."""
+    tensor: int = Field(default=1, gt=0)
+    """Heads and widths are divided; the same rows. Must divide the model's heads."""
+    sequence: int = Field(default=1, gt=0)
+    """The packed row is divided (long contexts); the same rows. Must divide the model's heads."""
+    offload_optimizer: bool = False
+    """Master weights and moments live in the CPU's memory: slower updates, 12 bytes a weight less on the device."""
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """By axis, as `Ranks.fit` takes them."""
+        return {"data": self.data, "shard": self.shard, "tensor": self.tensor, "sequence": self.sequence}
+
+
 class BatchSettings(Settings):
     prompts_per_step: int = Field(default=32, gt=0)
     """Prompts (rows, where nothing is generated) taken from the data in a step."""
