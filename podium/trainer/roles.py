@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -60,6 +61,12 @@ class RoleNeeds:
         )
 
 
+def _prefix(policy: torch.nn.Module, model: torch.nn.Module) -> str:
+    """What stands before the model's parameters in the names of the policy around it."""
+    found = next((name for name, module in policy.named_modules() if module is model), "")
+    return f"{found}." if found else ""
+
+
 @dataclass(frozen=True)
 class RoleMaker:
     """Builds one role's worker, in the worker's own process. Roles that go there together share what `roles` has loaded."""
@@ -87,10 +94,18 @@ class Roles:
         self.settings, self.given, self.backends = settings, given, dict(backends or {})
         self.tokenizer = tokenizer if tokenizer is not None else self._load_tokenizer()
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Rewards are the controller's: they may hold what cannot travel (a lock, a connection), and no worker calls them.
+        sources = {name: [] for name in ("rewards", "costs", "step_rewards") if getattr(self.settings, name, None)}
+        return {**self.__dict__, "settings": self.settings.model_copy(update=sources)}
+
     def build(self, needs: RoleNeeds, executor: Executor, *, generates: bool) -> dict[str, RoleHandle]:
         """A handle for every role needed; optimizers for those that train."""
         self.needs, self.generates = needs, generates
-        return executor.launch({role: RoleMaker(self, role) for role in needs.roles})
+        # A role may start from the actor's weights, and a trained role may be sharded where it stands: those come last.
+        order = sorted(needs.roles, key=lambda role: (role in needs.losses, role == "actor"))
+        handles = executor.launch({role: RoleMaker(self, role) for role in order})
+        return {role: handles[role] for role in needs.roles}
 
     def worker(self, role: str, context: WorkerContext) -> Any:
         """The role's worker for this place."""
@@ -134,9 +149,25 @@ class Roles:
 
         model = self.models.actor(trains=self._actor_trains)
         settings = self._rollout()
-        rollout = self._rollout_engine(model, settings) if generates else None
-        engine = self._engine("actor", as_policy(model, self._temperature()), loss)
-        return ActorWorker(engine, rollout, sampling_of(settings), self.tokenizer, **self._minibatching(loss))
+        # Sharded weights cannot generate as they are: each rank generates from whole ones, which every update hands over.
+        ranks = self.context.ranks
+        apart = generates and loss is not None and ranks.shard * ranks.tensor * ranks.sequence > 1
+        generating = copy.deepcopy(model).requires_grad_(False) if apart else model
+        rollout = self._rollout_engine(generating, settings) if generates else None
+        policy = as_policy(model, self._temperature())
+        prefix = _prefix(policy, model)
+        engine = self._engine("actor", policy, loss)
+        worker = ActorWorker(engine, rollout, sampling_of(settings), self.tokenizer, **self._minibatching(loss))
+        if apart:
+            from podium.hybrid.engine import MovedHandOver
+
+            worker.hand_over = MovedHandOver(
+                engine.tensors(),
+                dict(generating.named_parameters()),
+                rank=self.context.rank,
+                rename=lambda name: prefix + name,
+            )
+        return worker
 
     def _rollout_engine(self, model: Any, settings: RolloutSettings) -> Any:
         options = {"max_concurrent": settings.max_concurrent, **settings.backend_options}

@@ -14,6 +14,7 @@ from podium.core.metrics import Metrics
 from podium.core.seeding import derive_seed
 from podium.engines.base import Request, RolloutEngine, SamplingParams, TrainEngine
 from podium.engines.rollout.generate import generate
+from podium.hybrid.engine import HandOver
 from podium.workers.base import TrainedRole
 
 Progress = Callable[[int, int, int], None]
@@ -37,6 +38,8 @@ class ActorWorker(TrainedRole):
         super().__init__(engine, **trained)
         self.rollout, self.sampling, self.tokenizer = rollout, sampling, tokenizer
         self.calls = 0
+        self.hand_over: HandOver | None = None
+        """Moves the weights to the rollout engine, where that has others than the train engine's own."""
 
     @dispatch("prompts")
     def generate_sequences(
@@ -127,6 +130,8 @@ class ActorWorker(TrainedRole):
 
     def _hand_over(self) -> None:
         if self.rollout is not None:
+            if self.hand_over is not None:
+                self.hand_over(self.engine.policy_version)
             self.rollout.update_weights(self.engine.policy_version)
 
     @dispatch("for_files")
