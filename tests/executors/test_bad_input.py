@@ -90,9 +90,11 @@ def test_spmd_without_torchrun(monkeypatch):
     ("name", "kind", "text"),
     [
         ("other_values", "WorkerError", "actor.lengths with other values of scores"),
-        ("another_call", "WorkerError", "rank 0 calls actor.place, rank 1 calls actor.where"),
+        pytest.param(
+            "another_call", "WorkerError", "rank 0 calls actor.place, rank 1 calls actor.where", marks=pytest.mark.slow
+        ),
         ("one_fails_while_the_other_waits", "ValueError", "no good on rank 0"),
-        ("not_built", "RuntimeError", "the weights are not there"),
+        pytest.param("not_built", "RuntimeError", "the weights are not there", marks=pytest.mark.slow),
     ],
 )
 def test_under_torchrun_no_rank_hangs(name, kind, text, tmp_path):
@@ -132,6 +134,7 @@ def test_a_pool_larger_than_the_ray_cluster(ray_cluster):
             executor(pool=pool).launch({"actor": Player})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Unbuildable, DiesInInit])
 def test_a_worker_that_cannot_be_built(ray_cluster, kind):
     expected, text = (RuntimeError, "weights are not there") if kind is Unbuildable else (WorkerLost, "rank 0 is gone")
@@ -140,6 +143,7 @@ def test_a_worker_that_cannot_be_built(ray_cluster, kind):
     assert "pool 'actor'" in str(caught.value) + "".join(getattr(caught.value, "__notes__", ()))
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_while_the_other_waits_in_a_collective(ray_cluster):
     players = executor()
     role = players.launch({"actor": Player})["actor"]
@@ -167,6 +171,7 @@ def test_a_worker_that_dies_is_named_and_the_other_does_not_hang(ray_cluster):
         role.die_on(1).result()
 
 
+@pytest.mark.slow
 def test_pools_work_at_the_same_time_and_roles_of_one_pool_in_turn(ray_cluster):
     players = executor(pool={"actor": {"cpus": 1}, "critic": {"cpus": 1}, "reference": "critic"})
     roles = players.launch({"actor": Player, "critic": Player, "reference": Player})
@@ -176,6 +181,7 @@ def test_pools_work_at_the_same_time_and_roles_of_one_pool_in_turn(ray_cluster):
     players.shutdown()
 
 
+@pytest.mark.slow
 def test_large_columns_stay_with_the_worker_until_they_are_read(ray_cluster):
     from podium.core.batch import Batch
 
@@ -192,6 +198,7 @@ def test_large_columns_stay_with_the_worker_until_they_are_read(ray_cluster):
     players.shutdown()
 
 
+@pytest.mark.slow
 def test_a_call_can_be_given_up_from_its_progress(ray_cluster):
     role = executor().launch({"actor": Player})["actor"]
 
@@ -204,6 +211,7 @@ def test_a_call_can_be_given_up_from_its_progress(ray_cluster):
     assert len(role.place().result()) == 2  # the workers go on
 
 
+@pytest.mark.slow
 def test_lines_of_all_ranks_come_with_role_and_rank(ray_cluster, capfd):
     role = executor().launch({"actor": Player})["actor"]
     role.speak().result()

@@ -59,7 +59,7 @@ POOLS = {
 }
 
 
-@pytest.mark.parametrize("name", POOLS)
+@pytest.mark.parametrize("name", ["two copies", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fsdp", "split"))])
 def test_ppo_on_ray_has_the_numbers_of_one_process(name, alone, ray_cluster, tmp_path):
     trainer, result = trained(tmp_path, executor={"kind": "ray"}, resource_pool=POOLS[name])
     trainer.close()
@@ -67,7 +67,7 @@ def test_ppo_on_ray_has_the_numbers_of_one_process(name, alone, ray_cluster, tmp
         assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-5)
 
 
-@pytest.mark.parametrize("saved", [True, False])
+@pytest.mark.parametrize("saved", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_run_that_loses_a_worker_goes_on_by_itself(saved, alone, ray_cluster, tmp_path):
     """A worker is killed while the controller scores the second step's answers: from a checkpoint, and from the start."""
     calls = []
@@ -91,6 +91,7 @@ def test_a_run_that_loses_a_worker_goes_on_by_itself(saved, alone, ray_cluster, 
         assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_a_run_that_keeps_losing_workers_gives_up_and_says_how_to_go_on(ray_cluster, tmp_path):
     def deadly(prompts, completions, **columns):
         ray_cluster.kill(trainer.roles["actor"].workers[0])

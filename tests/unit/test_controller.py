@@ -82,3 +82,13 @@ def test_a_backend_that_is_not_there_is_named():
     pool = ResourcePool({"actor": {"gpus": [0, 1], "backend": "fsdp"}})
     with pytest.raises(ResourceError, match=r"backend 'fsdp' is not in this version .* role 'actor'[\s\S]*single"):
         pool.check({"actor": {"single"}})
+
+
+def test_the_command_line_s_executor_and_workers():
+    from podium.cli.train import executor_values
+
+    assert executor_values(None, None) == {}
+    assert executor_values(None, 2) == {"executor": {"kind": "ray", "workers": 2}}
+    assert executor_values("spmd", None) == {"executor": {"kind": "spmd"}}
+    with pytest.raises(ConfigError, match=r"2 workers do not go into one process\n.*--executor ray"):
+        executor_values("local", 2)

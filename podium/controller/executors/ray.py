@@ -100,7 +100,6 @@ class RayExecutor:
         ray = _import_ray()
         if ray.is_initialized():
             return ray
-        os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # every rank's lines are its own
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         address = self.address or os.environ.get("RAY_ADDRESS")
         asked = sum(pool.cpus for pool in self.pool.pools.values()) or self.workers
@@ -312,6 +311,7 @@ def _staying(ray: Any, result: Any) -> Any:
 
 
 def _import_ray() -> Any:
+    os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # read when Ray is imported; every rank's lines are its own
     try:
         import ray
         import ray.util.scheduling_strategies
