@@ -86,9 +86,7 @@ class Layout:
         """The same shards on other ranks: what rank `i` has here goes to `rank_of[i]`."""
         position = {rank: i for i, rank in enumerate(rank_of)}
         order = [position[rank] for rank in range(self.ranks)]
-        tensors = {
-            name: replace(tensor, boxes=tuple(tensor.boxes[i] for i in order)) for name, tensor in self.tensors.items()
-        }
+        tensors = {name: replace(tensor, boxes=tuple(tensor.boxes[i] for i in order)) for name, tensor in self.tensors.items()}
         return replace(self, tensors=tensors)
 
     def as_dtype(self, dtype: torch.dtype) -> Layout:

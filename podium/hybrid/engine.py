@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from podium.core.errors import RolloutError
-from podium.engines.layout import Box, Layout, TensorShards, box_of, gathered_layout, local_of
+from podium.engines.layout import Box, Layout, TensorShards, gathered_layout, local_of
+from podium.engines.train.single import own_tensors
 from podium.hybrid.plan import Plan, make_plan
 from podium.hybrid.transfer import Moved, Transport
-from podium.hybrid.verify import check_canary, mismatched_tensors, moved_parameters, storage_fingerprint
+from podium.hybrid.verify import check_canary, mismatched_tensors
 
 Canary = Callable[[], tuple[Tensor, Tensor]]
 """Log-probs of a few fixed tokens: by the training side, by the generation side. Collective where the engines are."""
@@ -56,7 +57,7 @@ class _WithCanary:
 class SharedHandOver:
     """Training and generation are the same memory: nothing moves. Checks that it still is.
 
-    Raises RolloutError, naming the tensor, where a parameter is elsewhere than it was or the other side's is.
+    Raises RolloutError, naming the tensor, where the two sides' parameters are not the same memory, then and at any hand-over.
     """
 
     def __init__(
@@ -68,31 +69,35 @@ class SharedHandOver:
         canary_every: int = 0,
         canary_tolerance: float = 0.05,
     ) -> None:
-        mine = {p.data_ptr() for p in trained.parameters()}
-        self._generating = generating
-        self._places = storage_fingerprint(generating)
-        apart = [name for name, p in generating.named_parameters() if p.data_ptr() not in mine]
-        if apart:
-            raise RolloutError(
-                f"{len(apart)} parameters are not shared between training and generation, '{apart[0]}' first",
-                where="hybrid",
-                remedy="give the rollout engine the very module that is trained",
-            )
-        self._trained = trained
-        self._addresses = mine
         self._canary = _WithCanary(canary, canary_every, canary_tolerance)
+        addresses = {p.data_ptr() for p in trained.parameters()}
+        self._refuse([name for name, p in generating.named_parameters() if p.data_ptr() not in addresses])
+        # Walking a module's tree costs more than looking where its parameters were.
+        self._places = [
+            (f"{name}.{key}", module._parameters, key, parameter.data_ptr())
+            for side in (generating, trained)
+            for name, module in side.named_modules()
+            for key, parameter in module._parameters.items()
+            if parameter is not None
+        ]
 
     def __call__(self, version: int) -> HandOverReport:
         start = time.perf_counter()
-        moved = moved_parameters(self._places, storage_fingerprint(self._generating))
-        if moved or {p.data_ptr() for p in self._trained.parameters()} != self._addresses:
-            raise RolloutError(
-                f"'{moved[0] if moved else 'a trained parameter'}' is no longer the memory that generation reads",
-                where="hybrid.verify",
-                remedy="update parameters in place; do not assign new ones",
-            )
+        self._refuse([name for name, held, key, place in self._places if _address(held.get(key)) != place])
         seconds = time.perf_counter() - start
         return HandOverReport(version, Moved(), 0.0, seconds, self._canary.run())
+
+    def _refuse(self, apart: list[str]) -> None:
+        if apart:
+            raise RolloutError(
+                f"{len(apart)} parameters are not shared between training and generation, '{apart[0]}' first",
+                where="hybrid.verify",
+                remedy="give the rollout engine the very module that is trained, and update its parameters in place",
+            )
+
+
+def _address(parameter: Tensor | None) -> int | None:
+    return None if parameter is None else parameter.data_ptr()
 
 
 class MovedHandOver:
@@ -130,7 +135,9 @@ class MovedHandOver:
         names = list(target if only is None else only)
         trained = {name: source[rename(name)] for name in names if rename(name) in source}
         have = gathered_layout(trained, group)
-        want = whole_on_every_rank({name: target[name] for name in names}, have.ranks) if target_layout is None else target_layout
+        want = (
+            whole_on_every_rank({name: target[name] for name in names}, have.ranks) if target_layout is None else target_layout
+        )
         self.plan: Plan = make_plan(have, want.select(names))
         self.rank, self.group, self._verify = rank, group, verify
         self.source = {name: local_of(tensor.detach()) for name, tensor in trained.items()}
@@ -161,6 +168,36 @@ class MovedHandOver:
             )
 
 
+def hand_over_between(engine: Any, generating: nn.Module, **options: Any) -> HandOver:
+    """The hand-over from an engine of a role's model to the module that a rollout engine runs.
+
+    The same module: nothing moves. Another one, which has whole weights on every rank: what a rank lacks is sent to it. Of
+    a model that trains in part (LoRA) everything is moved once, here, and the trained part from then on. Collective.
+
+    Args:
+        generating: the `transformers` model of the rollout engine, as the engine has laid it out.
+        options: `verify`, `canary`, `canary_every`, `canary_tolerance`, `bucket_bytes`.
+    """
+    context = getattr(engine, "context", None)
+    tensors = own_tensors(engine.model)
+    mine = {id(module): name for name, module in engine.model.named_modules()}
+    if id(generating) in mine and not any(hasattr(t, "placements") for t in tensors.values()):
+        kept = {name: value for name, value in options.items() if name.startswith("canary")}
+        return SharedHandOver(engine.model, generating, **kept)
+    target = own_tensors(generating)
+    prefix = "model." if all("model." + name in tensors for name in target) else ""
+    rank = context.rank if context is not None else 0
+
+    def moved(names: Iterable[str] | None, **how: Any) -> MovedHandOver:
+        return MovedHandOver(tensors, target, rank=rank, rename=lambda name: prefix + name, only=names, **how)
+
+    trained = {name for name, p in generating.named_parameters() if p.requires_grad}
+    if len(trained) == len(dict(generating.named_parameters())):
+        return moved(None, **options)
+    moved(None)(engine.policy_version)
+    return moved([name for name in target if name in trained], **options)
+
+
 def whole_on_every_rank(tensors: Mapping[str, Tensor], ranks: int) -> Layout:
     """Every rank generates with all of these tensors."""
     shards = {
@@ -168,16 +205,6 @@ def whole_on_every_rank(tensors: Mapping[str, Tensor], ranks: int) -> Layout:
         for name, t in tensors.items()
     }
     return Layout(ranks, shards)
-
-
-def shares_memory(trained: Mapping[str, Tensor], generating: Mapping[str, Tensor]) -> bool:
-    """Whether every generation tensor is the very memory of the training tensor of its name, whole."""
-    return all(
-        name in trained
-        and box_of(trained[name]) == Box.whole(tensor.shape)
-        and local_of(trained[name].detach()).data_ptr() == tensor.data_ptr()
-        for name, tensor in generating.items()
-    )
 
 
 def _now(tensors: Mapping[str, Tensor]) -> float:

@@ -97,9 +97,7 @@ class Transport:
         out = [(peer, self._pack(batch)) for peer, batch in messages.sends]
         incoming = [(peer, batch, self._buffers(batch)) for peer, batch in messages.receives]
         operations = [
-            dist.P2POp(dist.isend, buffer, group=self.group, group_peer=peer)
-            for peer, buffers in out
-            for buffer in buffers
+            dist.P2POp(dist.isend, buffer, group=self.group, group_peer=peer) for peer, buffers in out for buffer in buffers
         ]
         operations += [
             dist.P2POp(dist.irecv, buffer, group=self.group, group_peer=peer)

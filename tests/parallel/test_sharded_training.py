@@ -289,7 +289,10 @@ def four_ranks(rank: int) -> dict[str, Any]:
     for name in LOSSES:
         for sizes in FOUR:
             engine, batch, loss = sharded(rank, name, sizes)
-            out[name, str(sizes)] = steps(engine, batch, loss), {k: tuple(v.shape) for k, v in engine.state_dict()["model"].items()}
+            out[name, str(sizes)] = (
+                steps(engine, batch, loss),
+                {k: tuple(v.shape) for k, v in engine.state_dict()["model"].items()},
+            )
     return out
 
 

@@ -120,7 +120,7 @@ def test_copies_share_the_sending() -> None:
 def test_what_nobody_holds_is_an_error() -> None:
     source = ModelParallel().layout({"w": ((4,), torch.float32)})
     holes = Layout(1, {"w": TensorShards((4,), torch.float32, (Box((0,), (3,)),))})
-    with pytest.raises(ConfigError, match="no rank holds .*'w'"):
+    with pytest.raises(ConfigError, match=r"no rank holds .*'w'"):
         make_plan(holes, source)
     with pytest.raises(ConfigError, match=r"needs 'w' of shape \[5\]; training has the shape \[4\]"):
         make_plan(source, ModelParallel().layout({"w": ((5,), torch.float32)}))

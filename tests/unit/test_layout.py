@@ -66,7 +66,7 @@ def split_of(name: str) -> Split | None:
 def test_every_copy_of_a_layout_covers_the_model_once() -> None:
     for sizes in itertools.product([1, 2], [1, 2], [1, 2, 3], [1, 2]):
         made = ModelParallel(*sizes)
-        layout = made.layout(SHAPES, split_of, lambda name: int(name.split(".")[1]) % made.pipeline)
+        layout = made.layout(SHAPES, split_of, lambda name, stages=sizes[0]: int(name.split(".")[1]) % stages)
         for name, tensor in layout.tensors.items():
             per_copy = made.ranks // made.data
             for copy in range(made.data):
@@ -84,7 +84,13 @@ def test_fewer_heads_than_ranks_are_held_by_several() -> None:
 
 def test_uneven_shards_and_ranks_without_one() -> None:
     layout = ModelParallel(shard=5).layout({"norm": ((7,), torch.bfloat16)})
-    assert [box and (box.start[0], box.stop[0]) for box in layout.tensors["norm"].boxes] == [(0, 2), (2, 4), (4, 6), (6, 7), None]
+    assert [box and (box.start[0], box.stop[0]) for box in layout.tensors["norm"].boxes] == [
+        (0, 2),
+        (2, 4),
+        (4, 6),
+        (6, 7),
+        None,
+    ]
     assert [layout.bytes_of(rank) for rank in range(5)] == [4, 4, 4, 2, 0] and layout.total_bytes == 14
 
 

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from podium.core.errors import ConfigError
 from podium.core.ranks import WorkerContext
 from podium.core.settings import OptimizerSettings
 from podium.engines.layout import box_of, local_of
@@ -40,6 +41,12 @@ class ShardedAdamW(MasterAdamW):
         offload: bool = False,
     ) -> None:
         self._context, self._partial, self._dtypes, self._offload = context, partial, dtypes, offload
+        if settings.states == "8bit" and context.ranks.shard * context.ranks.tensor > 1:
+            raise ConfigError(
+                "moments in 8 bits are scaled by blocks of whole tensors, which these workers do not have",
+                where="optimizer.states",
+                remedy="use 32-bit states with shard or tensor (each worker has its part of them)",
+            )
         self._sums: dict[int, Tensor] = {}  # fp32 gradients of 16-bit parameters, by the parameter's id
         super().__init__(parameters, settings, total_updates)
 
