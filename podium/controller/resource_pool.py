@@ -113,7 +113,7 @@ class ResourcePool:
         # A role that has no pool of its own joins the first one, whichever role comes first.
         strays = homes.pop("", [])
         if strays:
-            first = next(iter(homes), strays[0])
+            first = next(iter(homes), min(strays, key=lambda role: ROLES.index(role) if role in ROLES else len(ROLES)))
             homes[first] = [*homes.get(first, []), *strays]
         order = list(roles)
         return [

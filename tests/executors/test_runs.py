@@ -33,7 +33,7 @@ def settings(folder, algorithm="ppo", **sections):
 
 
 def made(folder, rewards=reward, **sections):
-    values = {**settings(folder, **sections), "rewards": [{"function": rewards}]}
+    values = {**settings(folder, **sections), "rewards": [{"function": rewards, "name": "reward"}]}
     return Trainer(config=values, models={"actor": tiny_model()}, tokenizer=tiny_tokenizer(), data=PROMPTS)
 
 
