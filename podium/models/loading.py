@@ -121,6 +121,14 @@ def _take_gguf_special_tokens(tokenizer: PreTrainedTokenizerBase, path: Path) ->
     tokenizer.clean_up_tokenization_spaces = False
 
 
+def load_config(path: PathLike, *, trust_remote_code: bool = False) -> Any:
+    """The `transformers` config of a folder, a hub name or a GGUF file; no weights are needed. Raises ModelError."""
+    source, options = _source(path)
+    return _guarded(
+        lambda: AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code, **options), path, "a config"
+    )
+
+
 def load_causal_lm(
     path: PathLike,
     *,

@@ -30,8 +30,10 @@ ALLOWED: dict[str, set[str]] = {
     "stages": {"core", "workers", "controller", "algorithms", "data", "environments", "rewards", "engines.base"},
     "trainer": BELOW_RECIPES - {"trainer"},
     "recipes": BELOW_RECIPES,
+    "planner": BELOW_RECIPES,
+    "doctor": BELOW_RECIPES,
     "quickstart": BELOW_RECIPES | {"recipes"},
-    "cli": BELOW_RECIPES | {"recipes", "quickstart"},
+    "cli": BELOW_RECIPES | {"recipes", "planner", "doctor", "quickstart"},
 }
 """Room -> the rooms (or modules) that it may import besides itself."""
 

@@ -1,0 +1,1 @@
+"""What went wrong in a run, from what its folder holds."""
