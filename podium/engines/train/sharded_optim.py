@@ -185,6 +185,7 @@ def full_tensor(parameter: Tensor, local: Tensor, keep: bool) -> Tensor | None:
         return local.detach().cpu() if keep else None
     from torch.distributed.tensor import DTensor
 
+    assert isinstance(parameter, DTensor)
     whole: Tensor = DTensor.from_local(
         local.to(parameter.device),
         parameter.device_mesh,

@@ -27,10 +27,12 @@ def check_divides(config: Any, ranks: Ranks, where: str = "parallel") -> None:
 
     Raises ConfigError with the values that would do.
     """
+    if ranks.tensor * ranks.sequence == 1:
+        return
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    heads = getattr(config, "num_attention_heads", None)
-    kv = getattr(config, "num_key_value_heads", None) or heads
-    if heads is None and ranks.tensor * ranks.sequence > 1:
+    heads: int = getattr(config, "num_attention_heads", None) or 0
+    kv: int = getattr(config, "num_key_value_heads", None) or heads
+    if not heads:
         raise ConfigError(f"{type(config).__name__} has no attention heads to divide", where=where, remedy="use data or shard")
     if ranks.tensor > 1:
         width = getattr(config, "intermediate_size", 0) or 0
