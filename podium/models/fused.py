@@ -64,7 +64,7 @@ class FusedModel:
 def can_fuse(base: PreTrainedModel) -> str | None:
     """Why this base has no fused form; None where it has one."""
     config = base.config.get_text_config()
-    layers = getattr(base, "layers", None)
+    layers: Any = getattr(base, "layers", None)
     if not isinstance(layers, nn.ModuleList) or not len(layers):
         return "it has no list of decoder layers"
     odd = next((type(layer).__name__ for layer in layers if type(layer).__name__ not in _LAYERS), None)
@@ -78,7 +78,7 @@ def can_fuse(base: PreTrainedModel) -> str | None:
     kinds = {type(m) for layer in layers for m in _linears(layer)}
     if kinds != {nn.Linear}:  # peft's adapted layers and bitsandbytes' quantised ones are more than their weight
         return f"its linear layers are {', '.join(sorted(f'{kind.__module__}.{kind.__name__}' for kind in kinds))}"
-    if any(m.bias is not None for layer in layers for m in (layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj)):
+    if any(m.bias is not None for layer in layers for m in _linears(layer)[4:]):
         return "its MLP has biases"
     dtypes = {p.dtype for p in base.parameters()}
     return f"its parameters have several dtypes: {sorted(map(str, dtypes))}" if len(dtypes) > 1 else None
@@ -171,7 +171,8 @@ def together(parameters: Sequence[nn.Parameter]) -> Tensor:
     """One tensor of all rows, which the parameters (the same objects, same values) become views of."""
     whole = _joined(parameters)
     if whole is None:
-        whole = torch.cat([p.data for p in parameters]).contiguous()
+        with torch.inference_mode(False):  # they shall be trained
+            whole = torch.cat([p.data for p in parameters]).contiguous()
         for parameter, rows in zip(parameters, whole.split([len(p) for p in parameters]), strict=True):
             parameter.data = rows
     return whole

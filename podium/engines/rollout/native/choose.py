@@ -35,9 +35,8 @@ def native_engine(
     Raises:
         ModelError: neither engine can run the model; `rollout.engine=hf` can.
     """
-    options: dict[str, Any] = {"prefill_tokens": prefill_tokens, "max_cache_tokens": max_cache_tokens}
-    paged = {"page_size": page_size, "steps_per_look": steps_per_look, "graphs": graphs, "fused": fused}
-    options, paged = ({k: v for k, v in some.items() if v is not None} for some in (options, paged))
+    options = _given(prefill_tokens=prefill_tokens, max_cache_tokens=max_cache_tokens)
+    paged = _given(page_size=page_size, steps_per_look=steps_per_look, graphs=graphs, fused=fused)
     if model.device.type == "cuda" or paged:
         try:
             return PagedEngine(model, tokenizer, max_concurrent=max_concurrent, **options, **paged)
@@ -46,3 +45,7 @@ def native_engine(
                 raise
             _log.warning("%s runs without pages and graphs, slower (%s)", type(model).__name__, error.what)
     return NativeEngine(model, tokenizer, max_concurrent=max_concurrent, **options)
+
+
+def _given(**options: Any) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}

@@ -6,7 +6,7 @@ graphs share. The cache is found through the device (`PagedCache`), so it may co
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 
 import torch
@@ -15,8 +15,8 @@ from torch import Tensor
 from podium.engines.rollout.native.paged_cache import PagedCache, RowState
 from podium.engines.rollout.native.passes import DecodePass, FusedForward, ModuleForward
 
-# Programs of decode attention that fill a large GPU several times over.
-_PROGRAMS = 1024
+# Programs of decode attention: enough for a large GPU when they are alike, and when they are of very different lengths.
+_PROGRAMS, _UNEVEN_PROGRAMS = 1024, 4096
 _MOST_SPLITS = 64
 
 
@@ -29,11 +29,12 @@ def bucket_of(rows: int, most: int) -> int:
     return min(most, max(8, -(-rows // quarter) * quarter))
 
 
-def splits_of(rows: int, kv_heads: int, longest: int) -> int:
-    """How many parts each row's keys are cut into: enough programs for the device, none shorter than 256 keys."""
-    wanted = max(1, _PROGRAMS // (rows * kv_heads))
+def splits_of(rows: int, kv_heads: int, lengths: Sequence[int]) -> int:
+    """How many parts a row's keys are cut into, at most (a power of two); a part is never shorter than 256 keys."""
+    longest = max(lengths)
+    even = longest * len(lengths) <= 1.5 * sum(lengths)
+    wanted = (_PROGRAMS if even else _UNEVEN_PROGRAMS) // (rows * kv_heads)
     splits = 1
-    # The bound on the length goes in steps of 4, so that few graphs are needed as sequences grow.
     while splits < min(wanted, _MOST_SPLITS) and splits * 256 < longest:
         splits *= 2
     return splits

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,import-untyped,import-not-found"
 # ruff: noqa: SIM102, SIM108 (in a kernel a branch on a constant is decided when it is compiled)
 """The layers' small operations and decode attention in Triton. `plain` has the same functions in torch.
 
@@ -13,6 +14,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+# Keys that one program of decode attention works on at least.
+_LEAST_PART = 256
 
 # ------------------------------------------------------------------ norm and activation
 
@@ -105,23 +109,23 @@ def _rotate_kernel(
         sine = tl.load(ROTARY + position[:, None] * D + D // 2 + half[None, :], mask=inside, other=0.0)
         low, high = low * cosine - high * sine, high * cosine + low * sine
     if head < HEADS:
-        to = token.to(tl.int64)[:, None] * (HEADS * D) + head * D + half[None, :]
-        tl.store(Q + to, low.to(kind), mask=inside)
-        tl.store(Q + to + D // 2, high.to(kind), mask=inside)
+        q_to = token.to(tl.int64)[:, None] * (HEADS * D) + head * D + half[None, :]
+        tl.store(Q + q_to, low.to(kind), mask=inside)
+        tl.store(Q + q_to + D // 2, high.to(kind), mask=inside)
     else:
         pair = (head - HEADS) // KV  # 0: a key, 1: a value
         kv = (head - HEADS) % KV
         if KEEP:
             if pair == 0:
-                to = token.to(tl.int64)[:, None] * (KV * D) + kv * D + half[None, :]
-                tl.store(K + to, low.to(kind), mask=inside)
-                tl.store(K + to + D // 2, high.to(kind), mask=inside)
+                k_to = token.to(tl.int64)[:, None] * (KV * D) + kv * D + half[None, :]
+                tl.store(K + k_to, low.to(kind), mask=inside)
+                tl.store(K + k_to + D // 2, high.to(kind), mask=inside)
         place = tl.load(PLACES + token, mask=token < count, other=-1)
         base = tl.multiple_of(tl.load(OFFSET), 8)
-        to = (place // PAGE) * page_stride + ((layer * 2 + pair) * KV + kv) * (PAGE * D) + (place % PAGE) * D
+        at_page = (place // PAGE) * page_stride + ((layer * 2 + pair) * KV + kv) * (PAGE * D) + (place % PAGE) * D
         there = inside & (place >= 0)[:, None]
-        tl.store(ANCHOR + base + to[:, None] + half[None, :], low.to(kind), mask=there)
-        tl.store(ANCHOR + base + to[:, None] + D // 2 + half[None, :], high.to(kind), mask=there)
+        tl.store(ANCHOR + base + at_page[:, None] + half[None, :], low.to(kind), mask=there)
+        tl.store(ANCHOR + base + at_page[:, None] + D // 2 + half[None, :], high.to(kind), mask=there)
 
 
 def rotate_and_store(
@@ -207,7 +211,7 @@ def decode_places(length: Tensor, active: Tensor, table: Tensor, page_size: int)
 def _decode_kernel(
     Q, ANCHOR, OFFSET, TABLE, COUNTS, OUT, PARTS, LSE, layer, page_stride, table_stride, sqb, sqh, scaling, softcap, window,
     KV: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
-    SPLITS: tl.constexpr, CAPPED: tl.constexpr, WINDOW: tl.constexpr, PRECISE: tl.constexpr,
+    SPLITS: tl.constexpr, LEAST: tl.constexpr, CAPPED: tl.constexpr, WINDOW: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
     """Programs: (row, key/value head, split). The G queries that share a key head are the rows of one product."""
     row = tl.program_id(0)
@@ -218,7 +222,7 @@ def _decode_kernel(
     if WINDOW:
         first = tl.maximum(n - window, 0)
     blocks = tl.cdiv(n - first, BLOCK)
-    share = tl.cdiv(blocks, SPLITS)
+    share = tl.maximum(tl.cdiv(blocks, SPLITS), LEAST // BLOCK)
     start = first + split * share * BLOCK
     end = tl.minimum(start + share * BLOCK, n)
     at_g = tl.arange(0, GP)
@@ -302,7 +306,7 @@ def decode_attention(
         query, cache.anchor, cache.offset, table, counts, out, parts, lse, layer, cache.page_stride, table.stride(0),
         query.stride(0), query.stride(1), scaling, softcap or 0.0, window or 0,
         KV=kv, G=group, GP=max(16, triton.next_power_of_2(group)), D=width, PAGE=cache.page_size, BLOCK=block, SPLITS=splits,
-        CAPPED=softcap is not None, WINDOW=window is not None, PRECISE=precise, num_warps=4, num_stages=3,
+        LEAST=_LEAST_PART, CAPPED=softcap is not None, WINDOW=window is not None, PRECISE=precise, num_warps=4, num_stages=3,
     )  # fmt: skip
     if splits > 1:
         _combine_kernel[(rows * heads,)](parts, lse, out, D=width, SPLITS=splits, num_warps=1)

@@ -1,6 +1,7 @@
 """The native rollout engine over a paged cache: what `rollout.engine=native` is on a GPU.
 
-A step: start waiting requests while there are rows and pages for them (one packed prefill; a prompt of a group once), then
+A step: start waiting requests while there are rows and pages for them (packed passes; a prompt of a group once; what runs
+already is decoded along in the same pass), then
 send the device off to decode every running row for a window of tokens (`steps_per_look`), and, while it does, read what
 the window before brought: append tokens, take out what has ended, free its pages. The device needs no word from the host
 within a window: it draws, checks stop tokens and lengths, and feeds itself. The host is the judge all the same: it cuts
@@ -36,7 +37,7 @@ from podium.engines.rollout.native.memory import cache_pages
 from podium.engines.rollout.native.paged_cache import PagedCache, RowState, to_device
 from podium.engines.rollout.native.paged_scheduler import PagedScheduler, Row, Start
 from podium.engines.rollout.native.pages import PagePool
-from podium.engines.rollout.native.passes import FusedForward, ModuleForward, Piece, PrefillPass
+from podium.engines.rollout.native.passes import DecodePass, FusedForward, MixedPass, ModuleForward, Piece, PrefillPass
 from podium.engines.rollout.native.scheduler import STOPS, Sequence
 from podium.engines.rollout.requests import Limits
 from podium.engines.rollout.stopping import StopRule, end_token_ids
@@ -48,6 +49,11 @@ from podium.models.storage import moved_parameters, storage_fingerprint
 
 _log = logging.getLogger(__name__)
 
+# A prefill pass is no longer than this many operations need (10 ms on a large GPU), so that the rows that decode along with
+# it get many tokens; and long enough to hide what starting its kernels one by one takes.
+_PASS_OPERATIONS = 10**13
+# Prompt tokens that are started together: all that fits, but for the host's own lists.
+_START_TOKENS = 1 << 20
 # Rows of logits that a prefill computes at once.
 _LOGITS_ROWS = 256
 
@@ -72,7 +78,7 @@ class PagedEngine:
 
     Args:
         max_concurrent: sequences decoded at once.
-        prefill_tokens: prompt tokens in one forward pass; longer prompts take several.
+        prefill_tokens: prompt tokens in one forward pass, at most; longer prompts take several.
         max_cache_tokens: bound on the cache, in tokens; None: nine tenths of the memory that is free when it is taken.
         page_size: tokens on a page (a power of two).
         steps_per_look: decode steps between two looks of the host. `step` advances a request by at most so many tokens.
@@ -125,6 +131,9 @@ class PagedEngine:
         forward = self._forward_for(fused, longest)
         self._check(forward)
         self._forward = forward
+        self._pass_tokens = prefill_tokens
+        if isinstance(forward, FusedForward):
+            self._pass_tokens = min(prefill_tokens, max(1024, _PASS_OPERATIONS // (2 * forward.parameters)))
         self._decode = DecodeStep(
             forward, self.head.logits, self._ops, self._cache, self.state, graphs=graphs and self.device.type == "cuda"
         )
@@ -155,6 +164,8 @@ class PagedEngine:
             sent = self._send()
             while len(self._looks) > (1 if sent else 0):
                 self._read(self._looks.popleft())
+            if all(row.ended for look in self._looks for row in look.rows):
+                self._looks.clear()  # what they drew beyond their end: nobody asks for it
         finished, self._finished = self._finished, []
         return finished
 
@@ -238,7 +249,7 @@ class PagedEngine:
         if not self._scheduler.waiting:
             return
         self._settle()
-        while starts := self._scheduler.take(self.prefill_tokens):
+        while starts := self._scheduler.take(_START_TOKENS):
             self._prefill(starts)
 
     def _settle(self) -> None:
@@ -260,19 +271,45 @@ class PagedEngine:
                 self._set_row(at, row)
         self.state.upload(slot)
         self._show_pages()
+        running = slots[0][0]
         for pieces, final in self._passes(starts):
             step = PrefillPass(self._ops, self._cache, [piece for _, piece in pieces], self.device)
-            hidden = self._forward(step)
+            hidden = self._forward_with(running, step)
             self.counters.prefill_tokens += len(step.ids)
+            running += sum(len(starts[i].rows) for _, i in final)
             if final:
                 last = hidden[step.last[to_device(np.array([at for at, _ in final]), self.device)]]
                 self._first_tokens(last, [starts[i] for _, i in final], [slots[i] for _, i in final])
 
+    def _forward_with(self, running: int, step: PrefillPass) -> Tensor:
+        """The pass's last hidden states; where it pays, the first `running` rows are decoded by a token along with it."""
+        rows = self._scheduler.rows[:running]
+        going_on = any(row.reach < row.sequence.most for row in rows)
+        if not (isinstance(self._forward, FusedForward) and going_on and self._scheduler.lacking(1) <= 0):
+            return self._forward(step)
+        if self._scheduler.grow(1, self._page_row):
+            self._show_pages()
+        splits = splits_of(running, self._cache.kv_heads, [row.reach + 1 for row in rows])
+        hidden = self._forward(MixedPass(DecodePass(self._ops, self._cache, self.state, running, splits), step))
+        self._new_window()
+        at = self.state.all_slots[:running]
+        for start in range(0, running, _LOGITS_ROWS):
+            part = at[start : start + _LOGITS_ROWS]
+            logits = self.head.logits(hidden[start : min(running, start + _LOGITS_ROWS)])
+            self._draw(logits, self.state.all_slots[: len(part)], part, rows[start : start + _LOGITS_ROWS])
+        self.counters.decode_steps += 1
+        self._look(rows, 1, at)
+        return hidden[running:]
+
+    def _new_window(self) -> None:
+        self.state.written.zero_()
+        self.state.tokens_out.fill_(-1)
+
     def _passes(self, starts: list[Start]) -> Iterator[tuple[list[tuple[int, Piece]], list[tuple[int, int]]]]:
-        """Cuts the texts into passes of at most `prefill_tokens`: the pieces, and (place, start) of those that end there."""
+        """Cuts the texts into passes of at most `_pass_tokens`: the pieces, and (place, start) of those that end there."""
         pieces: list[tuple[int, Piece]] = []
         final: list[tuple[int, int]] = []
-        room = self.prefill_tokens
+        room = self._pass_tokens
         for i, start in enumerate(starts):
             at = start.known
             while at < len(start.text):
@@ -284,7 +321,7 @@ class PagedEngine:
                 at = end
                 if not room:
                     yield pieces, final
-                    pieces, final, room = [], [], self.prefill_tokens
+                    pieces, final, room = [], [], self._pass_tokens
         if pieces:
             yield pieces, final
 
@@ -340,15 +377,12 @@ class PagedEngine:
                 self.state.keep(list(range(len(self._scheduler.rows))))
             if not self._scheduler.rows:
                 return False
-        grown: list[int] = []
-        self._scheduler.grow(steps, lambda slot, row: (grown.append(slot), self._page_row(slot, row))[0])
-        if grown:
+        if self._scheduler.grow(steps, self._page_row):
             self._show_pages()
         rows = list(self._scheduler.rows)
         bucket = bucket_of(len(rows), self._scheduler.max_concurrent)
-        splits = splits_of(bucket, self._cache.kv_heads, max(row.reach for row in rows) + steps)
-        self.state.written.zero_()
-        self.state.tokens_out.fill_(-1)
+        splits = splits_of(bucket, self._cache.kv_heads, [row.reach + steps for row in rows])
+        self._new_window()
         truncated = any(_truncates(row) for row in rows)
         for _ in range(steps):
             logits = self._decode(bucket, splits, draw=not truncated)
@@ -429,7 +463,7 @@ class PagedEngine:
     def _forward_for(self, fused: bool, positions: int) -> FusedForward | ModuleForward:
         reason = can_fuse(self.base) if fused else "fused=False"
         if reason is None:
-            with podium_attention(self.model), self._generating():
+            with podium_attention(self.model):
                 return FusedForward(fuse(self.base, positions), self._ops)
         if fused:
             _log.warning("%s runs its own modules in rollout, slower: %s", type(self.model).__name__, reason)

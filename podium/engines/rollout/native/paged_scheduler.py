@@ -79,18 +79,26 @@ class PagedScheduler:
     def take(self, tokens: int) -> list[Start]:
         """Starts the oldest waiting requests, each with others of its text, until what is to compute comes to `tokens`.
 
-        Empty where none waits, or there is no row or page for the next.
+        Empty where none waits, or there is no row or page for the next. Those that may write most come first: they will
+        be last to end.
 
         Raises RolloutError where a request can never have the pages that it may need.
         """
         starts: list[Start] = []
         while self.waiting and tokens > 0:
-            start = self._start(next(iter(self.waiting.values())))
+            oldest = next(iter(self.waiting.values()))
+            if starts and oldest.length > tokens:
+                break  # it would make a second, nearly empty pass
+            start = self._start(oldest)
             if start is None:
                 break
             self.rows.extend(start.rows)
             starts.append(start)
             tokens -= len(start.text) - start.known
+        if not any(start.known for start in starts):  # else one may need what another computes first
+            starts.sort(key=lambda start: -max(row.sequence.most - row.sequence.length for row in start.rows))
+            fresh = [row for start in starts for row in start.rows]
+            self.rows[len(self.rows) - len(fresh) :] = fresh
         return starts
 
     def _start(self, oldest: Sequence) -> Start | None:
@@ -143,14 +151,17 @@ class PagedScheduler:
         assert self.pool is not None
         return sum(self._more(row, steps) for row in self.rows) - self.pool.free
 
-    def grow(self, steps: int, on_page: Callable[[int, Row], None]) -> None:
-        """Gives each row the pages for so many more tokens; `on_page(slot, row)` where it got any."""
+    def grow(self, steps: int, on_page: Callable[[int, Row], None]) -> bool:
+        """Gives each row the pages for so many more tokens; `on_page(slot, row)` where it got any. Whether any did."""
         assert self.pool is not None
+        grown = False
         for slot, row in enumerate(self.rows):
             more = self._more(row, steps)
             if more > 0:
                 row.pages.extend(self.pool.take(more))
                 on_page(slot, row)
+                grown = True
+        return grown
 
     def _more(self, row: Row, steps: int) -> int:
         assert self.pool is not None

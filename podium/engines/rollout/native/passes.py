@@ -91,7 +91,8 @@ class PrefillPass:
             self.seen_page = to_device(seen // cache.page_size, device)
             self.seen_token = to_device(seen % cache.page_size, device)
             self.ends = [piece.end for piece in pieces]
-            self._borders = [to_device(np.cumsum([0, *x]).astype(np.int32), device) for x in (self.lengths, self.ends)]
+            self.borders = to_device(np.cumsum([0, *self.lengths]).astype(np.int32), device)
+            self.key_borders = to_device(np.cumsum([0, *self.ends]).astype(np.int32), device)
 
     def _places(self, pages: list[int], start: int, end: int) -> np.ndarray:
         at, size = np.arange(start, end), self.cache.page_size
@@ -146,11 +147,25 @@ class PrefillPass:
         from podium.models.packed_attention import _grouped
 
         left = -1 if window is None else window - 1
-        out = varlen_attn(
-            q, k, v, *self._borders, max(self.lengths), max(self.ends), scale=scaling, window_size=(left, 0), **_grouped(q, k)
-        )
+        longest, most = max(self.lengths), max(self.ends)
+        borders = (self.borders, self.key_borders)
+        out = varlen_attn(q, k, v, *borders, longest, most, scale=scaling, window_size=(left, 0), **_grouped(q, k))
         assert isinstance(out, Tensor)
         return out
+
+
+class MixedPass:
+    """A decode step and a prefill pass in one: the weights are read once for both. For `FusedForward` only."""
+
+    def __init__(self, decode: DecodePass, prefill: PrefillPass) -> None:
+        self.decode, self.prefill, self.rows = decode, prefill, len(decode.ids)
+        self.ids = torch.cat([decode.ids, prefill.ids])
+        self.positions = torch.cat([decode.positions, prefill.positions])
+
+    def rotate_and_attend(self, index: int, layer: FusedLayer, model: FusedModel, qkv: Tensor) -> Tensor:
+        """`qkv [B + N, (H + 2K) D]` -> `[B + N, H D]`."""
+        parts = ((self.decode, qkv[: self.rows]), (self.prefill, qkv[self.rows :]))
+        return torch.cat([step.rotate_and_attend(index, layer, model, part) for step, part in parts])
 
 
 def _over_past(q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None, softcap: float | None) -> Tensor:
@@ -194,7 +209,12 @@ class FusedForward:
     def __init__(self, model: FusedModel, ops: ModuleType) -> None:
         self.model, self.ops = model, ops
 
-    def __call__(self, step: DecodePass | PrefillPass) -> Tensor:
+    @property
+    def parameters(self) -> int:
+        """Numbers that each token is multiplied with, without embedding and head."""
+        return sum(w.numel() for layer in self.model.layers for w in (layer.qkv, layer.out, layer.gate_up, layer.down))
+
+    def __call__(self, step: DecodePass | PrefillPass | MixedPass) -> Tensor:
         """Last hidden states `[N, hidden]` of the pass's tokens."""
         ops, eps = self.ops, self.model.eps
         x, residual = F.embedding(step.ids, self.model.embedding), None

@@ -61,6 +61,9 @@ def decode_attention(
     if not longest:
         return torch.zeros_like(query)
     pages = table[:, : -(-longest // cache.page_size)].long()
+    # Places that a row does not use may name pages that are no more: its first page stands in for them.
+    used = torch.arange(pages.shape[1], device=pages.device) * cache.page_size < counts[:, None]
+    pages = torch.where(used, pages, torch.where(counts > 0, pages[:, 0], 0)[:, None])
     # [B, W, 2, K, P, D] -> [2, B, K, W P, D]
     found = cache.pages[:, layer][pages].permute(2, 0, 3, 1, 4, 5).flatten(3, 4)
     keys, values = found[0, :, :, :longest], found[1, :, :, :longest]
@@ -86,6 +89,8 @@ def sample(logits: Tensor, which: Tensor, slots: Tensor, state: Any, truncation:
     """As `kernels.sample`; it can also truncate, by each state row's top-k, top-p and min-p `[R]`."""
     on = state.active[slots] != 0
     which, slots = which[on], slots[on]
+    if not len(slots):
+        return
     temperature = state.temperature[slots]
     greedy = temperature == 0
     scaled = logits[which].float() / torch.where(greedy, 1.0, temperature)[:, None]
