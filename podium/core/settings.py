@@ -361,6 +361,32 @@ class CheckpointSettings(Settings):
     """Write a Hugging Face folder at the end."""
 
 
+class BoundSettings(Settings):
+    """Where a watched number raises an alarm."""
+
+    warn: float | None = Field(default=None, allow_inf_nan=False)
+    """Beyond this a line is shown and kept in the run folder; null: never."""
+    stop: float | None = Field(default=None, allow_inf_nan=False)
+    """Beyond this the run stops, with its last state saved; null: never."""
+
+
+class WatchSettings(Settings):
+    """Numerics, watched from the first step (docs/doctor.md)."""
+
+    enabled: bool = True
+    """Compare training's log-probs with the rollout's, and hold the numbers below against their bounds."""
+    log_prob_gap: BoundSettings = Field(default_factory=lambda: BoundSettings(warn=0.05))
+    """Upper bound on the mean |difference| of training's and the rollout's log-probs, in nats a token."""
+    effective_sample_size: BoundSettings = Field(default_factory=lambda: BoundSettings(warn=0.5))
+    """Lower bound on the share of samples that count after importance weighting."""
+    staleness: BoundSettings = Field(default_factory=BoundSettings)
+    """Upper bound on the updates between the weights that sampled and those that train."""
+    entropy: BoundSettings = Field(default_factory=lambda: BoundSettings(warn=0.02))
+    """Lower bound on the sampled tokens' entropy, in nats a token."""
+    nonfinite: Literal["skip", "stop"] = "skip"
+    """A loss or gradient that is not finite: the update is left out, or the run stops too. The samples are kept either way."""
+
+
 class RunSettings(Settings):
     name: str | None = None
     """The run's name; by default the algorithm and the time."""
@@ -414,6 +440,8 @@ class RecipeSettings(Settings):
     """Held-out evaluation."""
     checkpoint: CheckpointSettings = Field(default_factory=CheckpointSettings)
     """Saving and resuming."""
+    watch: WatchSettings = Field(default_factory=WatchSettings)
+    """Numerics that are watched, and when they warn or stop."""
     run: RunSettings = Field(default_factory=RunSettings)
     """The run itself."""
     executor: ExecutorSettings = Field(default_factory=ExecutorSettings)
