@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TextIO
 
+from podium.controller.memory import explained
 from podium.controller.worker_group import Maker
 from podium.core.errors import WorkerError
 from podium.core.ranks import AXES, Ranks, WorkerContext
@@ -107,7 +108,7 @@ class WorkerProcess:
                 self.label = f"{role} {self.rank}"
                 self.workers[role] = make(replace(context, mesh=self._mesh(context)))
             except BaseException as error:
-                return Failure.of(error, f"{context}, while its worker was built")
+                return Failure.of(explained(error, context, "build"), f"{context}, while its worker was built")
             self._contexts[role] = context
         return {role: type(worker) for role, worker in self.workers.items()}
 
@@ -130,7 +131,8 @@ class WorkerProcess:
         try:
             return getattr(self.workers[role], method)(*args, **kwargs)
         except BaseException as error:
-            return Failure.of(error, f"{self._contexts[role]}, method '{method}'")
+            context = self._contexts[role]
+            return Failure.of(explained(error, context, method), f"{context}, method '{method}'")
         finally:
             with suppress(Exception):
                 sys.stdout.flush()

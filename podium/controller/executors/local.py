@@ -7,6 +7,7 @@ from typing import Any
 
 from podium.controller.dispatch import Plan
 from podium.controller.future import Future
+from podium.controller.memory import explained
 from podium.controller.worker_group import Maker, RoleHandle, WorkerGroup
 from podium.core.ranks import WorkerContext
 
@@ -27,11 +28,20 @@ class LocalExecutor:
         self.device = device
 
     def launch(self, makers: Mapping[str, Maker]) -> dict[str, RoleHandle]:
-        workers = {role: make(WorkerContext(role, device=self.device)) for role, make in makers.items()}
+        workers = {role: self._build(make, WorkerContext(role, device=self.device)) for role, make in makers.items()}
         return {role: RoleHandle(WorkerGroup(role, [w], type(w)), self) for role, w in workers.items()}
 
+    def _build(self, make: Maker, context: WorkerContext) -> Any:
+        try:
+            return make(context)
+        except Exception as error:
+            said = explained(error, context, "build")
+            if said is error:
+                raise
+            raise said from error
+
     def call(self, group: WorkerGroup, method: str, plan: Plan) -> Future:
-        results = [_run(group, rank, method, *plan.calls[rank]) for rank in range(len(plan.calls))]
+        results = [self._run(group, rank, method, *plan.calls[rank]) for rank in range(len(plan.calls))]
         return Future.of(plan.collect([results[rank] for rank in plan.read]))
 
     def any(self, flag: bool) -> bool:
@@ -43,10 +53,12 @@ class LocalExecutor:
     def shutdown(self) -> None:
         pass
 
-
-def _run(group: WorkerGroup, rank: int, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    try:
-        return getattr(group.workers[rank], method)(*args, **kwargs)
-    except Exception as error:
-        error.add_note(f"in role '{group.role}', rank {rank}, method '{method}'")
-        raise
+    def _run(self, group: WorkerGroup, rank: int, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            return getattr(group.workers[rank], method)(*args, **kwargs)
+        except Exception as error:
+            said = explained(error, WorkerContext(group.role, rank, device=self.device, pool=group.pool), method)
+            said.add_note(f"in role '{group.role}', rank {rank}, method '{method}'")
+            if said is error:
+                raise
+            raise said from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,9 +12,10 @@ from torch import Tensor
 
 from podium.controller.arrays import from_arrays, to_arrays
 from podium.controller.dispatch import Plan
+from podium.controller.executors.ray_nodes import cluster_nodes
 from podium.controller.executors.waiting import Answers, Waiter
 from podium.controller.future import Future
-from podium.controller.placement import Node, Placed, place
+from podium.controller.placement import Placed, place
 from podium.controller.process import Failure, WorkerProcess
 from podium.controller.resource_pool import ResourcePool
 from podium.controller.worker_group import Maker, RoleHandle, WorkerGroup
@@ -67,7 +68,7 @@ class RayExecutor:
         """Places the pools, starts their actors, and builds all workers. Raises ResourceError before anything is started."""
         self.shutdown()
         ray = self._connect()
-        nodes = _nodes(ray, self._asks_memory())
+        nodes = cluster_nodes(ray, self._asks_memory())
         placed = place(self.pool, list(makers), nodes, workers=self.workers, on_cpus=self.device == "cpu")
         try:
             self._pools = {p.name: _Pool(ray, p, self.deadline_seconds) for p in placed}
@@ -128,17 +129,10 @@ class RayExecutor:
             raise WorkerLost(f"the pool '{group.pool}' of the role '{group.role}' was stopped", remedy="launch the roles again")
         pool = self._pools[group.pool]
         on_progress = plan.calls[0][1].get("on_progress") if plan.calls else None
+        pool.raise_unread()
         refs = pool.submit(group.role, method, plan)
         waiter = self._waiter(group.pool, f"role '{group.role}'", f"method '{method}'", on_progress)
-        lock, held = threading.Lock(), list[Any]()
-
-        def get() -> Any:
-            with lock:
-                if not held:
-                    held.append(plan.collect([from_arrays(result) for result in waiter.wait(refs, plan.read)]))
-                return held[0]
-
-        return Future(get)
+        return pool.remember(refs, lambda: plan.collect([from_arrays(result) for result in waiter.wait(refs, plan.read)]))
 
     def _waiter(self, pool: str, who: str, what: str, on_progress: Any = None) -> Waiter:
         running = self._pools[pool]
@@ -158,6 +152,7 @@ class _Pool:
     def __init__(self, ray: Any, placed: Placed, deadline: float) -> None:
         self.ray, self.placed, self.stopped = ray, placed, False
         self._lock = threading.Lock()
+        self._unread: list[_Once] = []
         self._group = _reserve(ray, placed)
         self.actors = [self._start(rank) for rank in range(len(placed.places))]
         if len(self.actors) > 1:
@@ -190,6 +185,21 @@ class _Pool:
                 refs.append(self.actors[rank].run.remote(role, method, put[id(call)], rank in plan.read))
             return refs
 
+    def remember(self, refs: list[Any], collect: Callable[[], Any]) -> Future:
+        """The call's future."""
+        once = _Once(refs, collect)
+        with self._lock:
+            self._unread.append(once)
+        return Future(once)
+
+    def raise_unread(self) -> None:
+        """A call whose result nobody read, and which has failed, raises at the pool's next call: nothing fails in silence."""
+        with self._lock:
+            self._unread = [once for once in self._unread if not once.read]
+            ended = [once for once in self._unread if once.has_ended(self.ray)]
+        for once in ended:
+            once()
+
     # What `Waiter` asks of a pool.
 
     def progress(self) -> tuple[int, int, int]:
@@ -217,6 +227,31 @@ class _Pool:
         for actor in self.actors:
             self.ray.kill(actor)
         self.ray.util.remove_placement_group(self._group)
+
+
+class _Once:
+    """Collects a call's result when it is first asked for, and gives it (or its error) again after that."""
+
+    def __init__(self, refs: list[Any], collect: Callable[[], Any]) -> None:
+        self.read = False
+        self._refs, self._collect, self._lock = refs, collect, threading.Lock()
+        self._result: Any = None
+        self._error: BaseException | None = None
+
+    def __call__(self) -> Any:
+        with self._lock:
+            if not self.read:
+                try:
+                    self._result = self._collect()
+                except BaseException as error:
+                    self._error = error
+                self.read = True
+            if self._error is not None:
+                raise self._error
+            return self._result
+
+    def has_ended(self, ray: Any) -> bool:
+        return len(ray.wait(self._refs, num_returns=len(self._refs), timeout=0)[0]) == len(self._refs)
 
 
 def _reserve(ray: Any, placed: Placed) -> Any:
@@ -325,34 +360,3 @@ def _import_ray() -> Any:
             remedy="pip install --upgrade 'podium[ray]'",
         )
     return ray
-
-
-def _nodes(ray: Any, with_memory: bool) -> list[Node]:
-    """The living nodes, by id."""
-    found = []
-    for node in ray.nodes():
-        if not node["Alive"]:
-            continue
-        has = node["Resources"]
-        types = [name.removeprefix("accelerator_type:") for name in has if name.startswith("accelerator_type:")]
-        gpus = tuple(range(int(has.get("GPU", 0))))
-        memory = _gpu_memory(ray, node["NodeID"]) if with_memory and gpus else None
-        found.append(Node(node["NodeID"], int(has.get("CPU", 0)), gpus, types[0] if types else None, memory))
-    return found
-
-
-def _gpu_memory(ray: Any, node_id: str) -> float | None:
-    """The smallest memory of a node's GPUs, in GB; None where its driver does not say."""
-
-    def ask() -> float | None:
-        import subprocess
-
-        command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-        try:
-            lines: Sequence[str] = subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.split()
-        except OSError:
-            return None
-        return min((float(line) * 1.048576e-3 for line in lines), default=None)
-
-    there = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node_id, soft=False)
-    return ray.get(ray.remote(num_cpus=0)(ask).options(scheduling_strategy=there).remote())

@@ -16,6 +16,7 @@ from torch import Tensor, distributed
 
 from podium.controller.dispatch import Plan
 from podium.controller.future import Future
+from podium.controller.memory import explained
 from podium.controller.process import Failure, role_mesh
 from podium.controller.resource_pool import PoolSettings, ResourcePool
 from podium.controller.worker_group import Maker, RoleHandle, WorkerGroup
@@ -82,7 +83,7 @@ class SpmdExecutor:
             try:
                 worker = make(replace(context, mesh=role_mesh(context)))
             except BaseException as error:
-                failure = Failure.of(error, f"{context}, while its worker was built")
+                failure = Failure.of(explained(error, context, "build"), f"{context}, while its worker was built")
                 break
             workers = [worker if rank == self.rank else None for rank in range(self.world)]
             handles[role] = RoleHandle(WorkerGroup(role, workers, type(worker), ranks[role], "torchrun"), self)
@@ -127,8 +128,8 @@ class SpmdExecutor:
             try:
                 result = getattr(group.workers[self.rank], method)(*args, **kwargs)
             except Exception as error:
-                where = f"role '{group.role}', rank {self.rank} of {self.world}, method '{method}'"
-                failure = Failure.of(error, where)
+                context = WorkerContext(group.role, self.rank, group.ranks, self.device, self._backend, group.pool)
+                failure = Failure.of(explained(error, context, method), f"{context}, method '{method}'")
         self._agree(_Call(group.role, method, _digests(plan)), failure)
         if plan.for_files:
             return Future.of(plan.collect([result]) if self.rank in plan.read else None)
