@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,8 @@ from podium.hybrid.plan import Plan, Transfer
 
 BUCKET_BYTES = 256 << 20
 """Messages are put together up to so many bytes."""
+ALONE_BYTES = 1 << 20
+"""A transfer of at least so many bytes is not copied together with others."""
 
 
 @dataclass(frozen=True)
@@ -94,52 +96,59 @@ class Transport:
     def _start(self, messages: _Messages) -> _Round:
         import torch.distributed as dist
 
-        out = [(peer, self._pack(batch)) for peer, batch in messages.sends]
-        incoming = [(peer, batch, self._buffers(batch)) for peer, batch in messages.receives]
-        operations = [
-            dist.P2POp(dist.isend, buffer, group=self.group, group_peer=peer) for peer, buffers in out for buffer in buffers
-        ]
-        operations += [
-            dist.P2POp(dist.irecv, buffer, group=self.group, group_peer=peer)
-            for peer, _, buffers in incoming
-            for buffer in buffers
-        ]
-        works = dist.batch_isend_irecv(operations) if operations else []
-        return _Round(works, [buffer for _, buffers in out for buffer in buffers], [(b, t) for _, b, t in incoming])
+        operations: list[Any] = []
+        incoming: list[tuple[list[Transfer], Tensor]] = []
+        for peer, batch in messages.sends:
+            for members in self._operations(batch):
+                operations.append(dist.P2POp(dist.isend, self._pack(members), group=self.group, group_peer=peer))
+        for peer, batch in messages.receives:
+            for members in self._operations(batch):
+                buffer = self._buffer(members)
+                operations.append(dist.P2POp(dist.irecv, buffer, group=self.group, group_peer=peer))
+                incoming.append((members, buffer))
+        return _Round(dist.batch_isend_irecv(operations) if operations else [], operations, incoming)
 
-    def _pack(self, batch: Sequence[Transfer]) -> list[Tensor]:
-        """The transfers' values in the target's dtypes, end to end, one buffer for each dtype."""
-        made = []
-        for dtype, members in self._by_dtype(batch).items():
-            flat = torch.empty(sum(t.box.size for t in members), dtype=dtype, device=self._device)
-            at = 0
-            for transfer in members:
-                flat[at : at + transfer.box.size].view(transfer.box.shape).copy_(self._from(transfer))
-                at += transfer.box.size
-            made.append(flat)
-        return made
+    def _operations(self, batch: Sequence[Transfer]) -> list[list[Transfer]]:
+        """Transfers that go together: large ones alone (from and to where they lie, if they lie in one piece), small ones by
+        dtype. Both ends see the same.
+        """
+        alone = [[transfer] for transfer in batch if transfer.bytes >= ALONE_BYTES]
+        small: dict[torch.dtype, list[Transfer]] = defaultdict(list)
+        for transfer in batch:
+            if transfer.bytes < ALONE_BYTES:
+                small[self._dtype(transfer)].append(transfer)
+        return alone + list(small.values())
 
-    def _buffers(self, batch: Sequence[Transfer]) -> list[Tensor]:
-        return [
-            torch.empty(sum(t.box.size for t in members), dtype=dtype, device=self._device)
-            for dtype, members in self._by_dtype(batch).items()
-        ]
+    def _pack(self, members: Sequence[Transfer]) -> Tensor:
+        """The transfers' values in the target's dtype, end to end."""
+        if len(members) == 1:
+            values = self._from(members[0])
+            if values.is_contiguous() and values.dtype == self._dtype(members[0]):
+                return values.view(-1)
+        flat = self._empty(members)
+        for transfer, part in _parts(members, flat):
+            part.copy_(self._from(transfer))
+        return flat
+
+    def _buffer(self, members: Sequence[Transfer]) -> Tensor:
+        if len(members) == 1 and (place := self._to(members[0])).is_contiguous():
+            return place.view(-1)
+        return self._empty(members)
+
+    def _empty(self, members: Sequence[Transfer]) -> Tensor:
+        return torch.empty(sum(t.box.size for t in members), dtype=self._dtype(members[0]), device=self._device)
 
     def _finish(self, started: _Round) -> None:
         for work in started.works:
             work.wait()
-        for batch, buffers in started.incoming:
-            for members, flat in zip(self._by_dtype(batch).values(), buffers, strict=True):
-                at = 0
-                for transfer in members:
-                    self._to(transfer).copy_(flat[at : at + transfer.box.size].view(transfer.box.shape))
-                    at += transfer.box.size
+        for members, flat in started.incoming:
+            if flat.data_ptr() == self._to(members[0]).data_ptr():
+                continue
+            for transfer, part in _parts(members, flat):
+                self._to(transfer).copy_(part)
 
-    def _by_dtype(self, batch: Sequence[Transfer]) -> dict[torch.dtype, list[Transfer]]:
-        groups: dict[torch.dtype, list[Transfer]] = defaultdict(list)
-        for transfer in batch:
-            groups[self.plan.target.tensors[transfer.name].dtype].append(transfer)
-        return groups
+    def _dtype(self, transfer: Transfer) -> torch.dtype:
+        return self.plan.target.tensors[transfer.name].dtype
 
     @property
     def _device(self) -> torch.device:
@@ -157,8 +166,8 @@ class _Messages:
 @dataclass(frozen=True)
 class _Round:
     works: list[Any]
-    outgoing: list[Tensor]  # kept until they are sent
-    incoming: list[tuple[list[Transfer], list[Tensor]]]
+    operations: list[Any]  # their buffers are kept until they are sent
+    incoming: list[tuple[list[Transfer], Tensor]]
 
 
 def _rounds(plan: Plan, rank: int, bucket_bytes: int) -> list[_Messages]:
@@ -195,6 +204,14 @@ def _pieces(transfer: Transfer, most: int) -> list[Transfer]:
         part = Box((box.start[0] + first, *box.start[1:]), (box.start[0] + last, *box.stop[1:]))
         pieces.append(Transfer(transfer.name, part, transfer.sender, transfer.receiver, (last - first) * each))
     return pieces
+
+
+def _parts(members: Sequence[Transfer], flat: Tensor) -> Iterator[tuple[Transfer, Tensor]]:
+    """Each transfer's part of a flat buffer, in its shape."""
+    at = 0
+    for transfer in members:
+        yield transfer, flat[at : at + transfer.box.size].view(transfer.box.shape)
+        at += transfer.box.size
 
 
 def _slice(tensor: Tensor, box: Box, held: Box | None) -> Tensor:
