@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import threading
+from pathlib import Path
 
 import pytest
 
 from podium import Trainer
 from podium.core.errors import WorkerLost
+from podium.trainer.loop import TrainResult
 from tests.tiny import tiny_model, tiny_tokenizer
 
 PROMPTS = [{"prompt": f"What is {a} plus {b}?", "answer": str(a + b)} for a in range(4) for b in range(4)]
@@ -65,6 +68,78 @@ def test_ppo_on_ray_has_the_numbers_of_one_process(name, alone, ray_cluster, tmp
     trainer.close()
     for mine, theirs in zip(rows(result), alone, strict=True):
         assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.slow
+def test_ppo_under_torchrun_has_them_too_and_rank_0_alone_writes(alone, tmp_path):
+    from tests.executors.test_suite import start_ranks
+
+    start_ranks(["tests.executors.spmd_train", str(tmp_path)], seconds=300)
+    run = Path((tmp_path / "path").read_text())
+    assert [p.name for p in tmp_path.iterdir() if p.is_dir()] == [run.name]
+    assert (run / "model" / "config.json").is_file() and (run / "checkpoints" / "step_000002").is_dir()
+    for mine, theirs in zip(rows(TrainResult(run, 2, 0.0, None, None, {})), alone, strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.slow
+def test_pools_on_two_nodes(alone, tmp_path):
+    """A cluster of two nodes, simulated on this machine: the actor's two workers are on both, the critic where room is left."""
+    ray = pytest.importorskip("ray")
+    cluster_utils = pytest.importorskip("ray.cluster_utils")
+    if ray.is_initialized():
+        pytest.skip("another cluster runs in this process: start this test alone (-k two_nodes)")
+    cluster = cluster_utils.Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
+    try:
+        cluster.add_node(num_cpus=1)
+        cluster.wait_for_nodes()
+        trainer, result = trained(
+            tmp_path,
+            executor={"kind": "ray", "address": cluster.address},
+            resource_pool={"critic": {"cpus": 1}, "actor": {"cpus": 2}, "reference": "actor"},
+        )
+        places = trainer.executor.placed["actor"].places
+        trainer.close()
+        assert len({place.node for place in places}) == 2
+        for mine, theirs in zip(rows(result), alone, strict=True):
+            assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-5)
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("delay", [0.0, 0.03])
+def test_a_worker_killed_at_any_stage(delay, ray_cluster, tmp_path):
+    """Each step another stage loses a worker, before it calls it or while it does; the numbers are those of a quiet run."""
+    values = {"run": {**settings(tmp_path)["run"], "steps": 6}}
+    calm, quiet = trained(tmp_path / "calm", executor={"kind": "ray", "workers": 2}, **values)
+    calm.close()
+    more = {"executor": {"kind": "ray", "workers": 2, "restarts": 6}, "checkpoint": {"every_steps": 1, "export": False}}
+    trainer = made(tmp_path / "killed", **more, **values)
+    stages = {s.label: s for s in trainer.graph.stages}
+    victims = ("rollout", "old_log_probs", "ref_log_probs", "values", "update_critic", "update_actor")
+    done = set()
+    for step, label in enumerate(victims):
+        stages[label].run = deadly(trainer, stages[label].run, step, delay, done, ray_cluster)
+    result = trainer.train()
+    trainer.close()
+    assert done == set(range(6)) and result.steps == 6
+    for mine, theirs in zip(rows(result), rows(quiet), strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-5)
+
+
+def deadly(trainer, run, at, delay, done, ray):
+    """A stage's `run` that has a worker killed, once, at step `at`."""
+
+    def run_and_kill(batch, context):
+        if context.step == at and at not in done:
+            done.add(at)
+            victim = trainer.roles["actor"].workers[at % 2]
+            threading.Timer(delay, lambda: ray.kill(victim)).start() if delay else ray.kill(victim)
+        return run(batch, context)
+
+    return run_and_kill
 
 
 @pytest.mark.parametrize("saved", [True, pytest.param(False, marks=pytest.mark.slow)])

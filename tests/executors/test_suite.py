@@ -18,14 +18,21 @@ ROOT = Path(__file__).parents[2]
 
 
 def torchrun(out: Path, names: list[str], world: int = 2, seconds: float = 120) -> list[dict]:
-    """Starts the ranks as torchrun does, and gives what each wrote (None for one that wrote nothing)."""
+    """Runs checks under torchrun's variables, and gives what each rank wrote (None for one that wrote nothing)."""
+    start_ranks(["tests.executors.spmd_run", str(out), *names], world, seconds)
+    files = [Path(f"{out}.{r}") for r in range(world)]
+    return [json.loads(f.read_text()) if f.exists() else None for f in files]
+
+
+def start_ranks(command: list[str], world: int = 2, seconds: float = 120) -> None:
+    """Starts a module on several ranks as torchrun does, and waits."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     common = {**os.environ, "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1"}
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.executors.spmd_run", str(out), *names],
+            [sys.executable, "-m", *command],
             env={**common, "RANK": str(r), "LOCAL_RANK": str(r), "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"},
             cwd=ROOT,
         )
@@ -37,8 +44,6 @@ def torchrun(out: Path, names: list[str], world: int = 2, seconds: float = 120) 
     finally:
         for rank in ranks:
             rank.kill()
-    files = [Path(f"{out}.{r}") for r in range(world)]
-    return [json.loads(f.read_text()) if f.exists() else None for f in files]
 
 
 @pytest.fixture(scope="module")

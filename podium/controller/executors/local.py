@@ -9,6 +9,7 @@ from podium.controller.dispatch import Plan
 from podium.controller.future import Future
 from podium.controller.memory import explained
 from podium.controller.worker_group import Maker, RoleHandle, WorkerGroup
+from podium.core.activity import doing
 from podium.core.ranks import WorkerContext
 
 
@@ -55,7 +56,8 @@ class LocalExecutor:
 
     def _run(self, group: WorkerGroup, rank: int, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
-            return getattr(group.workers[rank], method)(*args, **kwargs)
+            with doing(f"role '{group.role}', rank {rank}, method '{method}'"):
+                return getattr(group.workers[rank], method)(*args, **kwargs)
         except Exception as error:
             said = explained(error, WorkerContext(group.role, rank, device=self.device, pool=group.pool), method)
             said.add_note(f"in role '{group.role}', rank {rank}, method '{method}'")

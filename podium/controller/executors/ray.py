@@ -85,6 +85,11 @@ class RayExecutor:
             raise
         return {role: RoleHandle(groups[role], self) for role in makers}
 
+    @property
+    def placed(self) -> dict[str, Placed]:
+        """Where each pool's processes are."""
+        return {name: pool.placed for name, pool in self._pools.items()}
+
     def shutdown(self) -> None:
         """Ends all workers; the cluster stays."""
         for pool in self._pools.values():
@@ -136,8 +141,9 @@ class RayExecutor:
 
     def _waiter(self, pool: str, who: str, what: str, on_progress: Any = None) -> Waiter:
         running = self._pools[pool]
+        errors = running.ray.exceptions
         return Waiter(
-            Answers(running.ray.wait, running.ray.get, running.ray.exceptions.RayError),
+            Answers(running.ray.wait, running.ray.get, errors.RayError, errors.RayTaskError),
             running,
             f"{who}, pool '{pool}', {what}",
             deadline=self.deadline_seconds,

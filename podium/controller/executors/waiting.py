@@ -22,6 +22,8 @@ class Answers:
     get: Callable[[Any], Any]
     lost: type[Exception]
     """What `get` raises where the worker is gone."""
+    failed: type[Exception]
+    """A kind of it where the worker is there, and could not even read its arguments."""
 
 
 class Stoppable(Protocol):
@@ -77,6 +79,10 @@ class Waiter:
     def _take(self, ref: Any, rank: int, results: dict[int, Any]) -> None:
         try:
             result = self.answers.get(ref)
+        except self.answers.failed as error:
+            error.add_note(f"on rank {rank}, in {self.what}")
+            self._failed(error)
+            return
         except self.answers.lost as error:
             cause = (str(error).strip().splitlines() or [type(error).__name__])[0]
             lost = WorkerLost(
