@@ -65,12 +65,20 @@ class WorkerLost(WorkerError):
     """A worker's process is gone, or its group was stopped because it did not answer in time."""
 
 
+class DeadlineError(PodiumError):
+    """Something that the run waited for did not end within its deadline; a report lies in the run folder."""
+
+
 class CheckpointError(PodiumError):
     """A checkpoint is missing, damaged, or belongs to other settings."""
 
 
 class RolloutError(PodiumError):
     """A generation request cannot be served, or the model gave logits that are not finite."""
+
+
+class NumericsError(PodiumError):
+    """A run was stopped because a watched number passed its bound (settings section `watch`)."""
 
 
 def command_name() -> str:

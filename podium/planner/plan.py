@@ -181,7 +181,7 @@ def _pool(
     pool = PoolPlan(placed.name, roles, device, workers, nodes)
     parts: list[Seconds] = []
     stays = sum(role.stays for role in roles)
-    tensor = _generation_tensor(settings, roles)
+    tensor = GENERATION_TENSOR
     actor = next((role for role in roles if role.role == "actor"), None)
     copy = generation_copy(actor, tensor) if actor is not None and needs.generates else 0.0
     per_node = -(-workers // nodes)
@@ -190,19 +190,28 @@ def _pool(
         parts += _seconds_of(pool, role, settings, needs, sizes, per_node)
     if actor is not None and needs.generates:
         _rollout(pool, parts, actor, settings, needs, sizes, stays + copy, copy, tensor, per_node)
+    pool.phases += _loading(pool, copy)
     if not pool.phases:
         pool.phases.append(Phase("idle", stays, 0.0))
-    order = ["rollout", *needs.order, "hand-over"]
+    order = [*(f"load {role.role}" for role in roles), "rollout", *needs.order, "hand-over"]
     pool.phases.sort(key=lambda phase: order.index(name) if (name := phase.name.split(" + ")[0]) in order else len(order))
     return pool, parts
 
 
-def _generation_tensor(settings: RecipeSettings, roles: Sequence[RoleSpec]) -> int:
-    """Tensor ranks of generation: those of the pool `rollout`, else the actor's."""
-    given = settings.resource_pool.get("rollout")
-    if isinstance(given, dict) and given.get("parallel"):
-        return int(given["parallel"].get("tensor", 1))
-    return next((role.tensor for role in roles if role.role == "actor"), 1)
+GENERATION_TENSOR = 1
+"""Sharded actors generate from whole weights on every rank (`trainer.roles`)."""
+
+
+def _loading(pool: PoolPlan, copy: float) -> list[Phase]:
+    """A role that is cut over ranks is on each device whole before it is cut (`engines.train.sharded`); FSDP's in fp32."""
+    phases = []
+    for role in pool.roles:
+        if role.shard * role.tensor > 1:
+            whole = (4 if role.full and role.shard > 1 else role.itemsize) * role.shape.total
+            others = sum(other.weights for other in pool.roles if other is not role)
+            made = copy if role.role == "actor" else 0.0
+            phases.append(Phase(f"load {role.role}", others + made, float(whole), "whole, before it is cut over the ranks"))
+    return phases
 
 
 def _rollout(

@@ -3,9 +3,11 @@
 runs/<name>/
   settings.yaml              every setting, defaults written out
   metrics.jsonl              one JSON object a step: step, time (Unix seconds), and the metrics
-  samples/step_000012.jsonl  some of that step's rollouts
+  samples/step_000012.jsonl  some of that step's rollouts; nonfinite_step_*.jsonl: all rows of a step that gave no finite number
+  alarms.jsonl               watched numbers that went beyond their bounds
   checkpoints/  model/       all state at a step's border; the Hugging Face folder at the end
   plot.png  summary.json     curves; what came out
+  reports/                   where a deadline passed: who waited for whom, and every stack
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from typing import Any, TextIO
 from podium.core.errors import ConfigError
 from podium.core.files import writing
 
+MOST_KEPT, MOST_ALARMS = 20, 1000
 _SAMPLES = re.compile(r"step_(\d+)\.jsonl")
 
 
@@ -92,6 +95,11 @@ class RunFolder:
         return self.path / "model"
 
     @property
+    def reports(self) -> Path:
+        """Of deadlines that passed."""
+        return self.path / "reports"
+
+    @property
     def plot(self) -> Path:
         return self.path / "plot.png"
 
@@ -102,6 +110,12 @@ class RunFolder:
     def write_settings(self, text: str) -> None:
         """The resolved settings, as YAML text."""
         _write(self.settings, text)
+
+    def change_settings(self, text: str, step: int) -> None:
+        """Other settings from `step` on; those before are kept as `settings.until_000012.yaml`."""
+        with writing(self.settings, self.settings.name):
+            os.replace(self.settings, self.settings.with_name(f"settings.until_{step:06d}.yaml"))
+        self.write_settings(text)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """What the run came to, as one JSON object."""
@@ -150,11 +164,32 @@ class RunFolder:
             _write(self.metrics, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept))
 
     def write_samples(self, step: int, rows: Iterable[Mapping[str, Any]]) -> Path:
-        """A step's rollouts, one JSON object a line: prompt, response, rewards, finish_reason, group_id as given."""
+        """A step's rollouts, one JSON object a line: prompt, response, rewards, finish_reason, group_id as given.
+
+        The first rows also have their tokens (`prompt_ids`, `response_ids`), the rollout's and (where measured) training's
+        log-probs of them and the `policy_version` that sampled: what `podium doctor numerics` replays.
+        """
         path = self.samples / f"step_{step:06d}.jsonl"
         self.samples.mkdir(exist_ok=True)
         _write(path, "".join(json.dumps(_plain(row), ensure_ascii=False) + "\n" for row in rows))
         return path
+
+    def keep_nonfinite(self, step: int, rows: Iterable[Mapping[str, Any]]) -> Path | None:
+        """All rows of a step whose loss or gradient was not finite; of the first `MOST_KEPT` such steps."""
+        kept = {p.name for p in self.samples.glob("nonfinite_step_*.jsonl")}
+        name = f"nonfinite_step_{step:06d}.jsonl"
+        if len(kept | {name}) > MOST_KEPT:
+            return None
+        self.samples.mkdir(exist_ok=True)
+        _write(self.samples / name, "".join(json.dumps(_plain(row), ensure_ascii=False) + "\n" for row in rows))
+        return self.samples / name
+
+    def write_alarm(self, alarm: Mapping[str, Any]) -> None:
+        """One line of `alarms.jsonl`: a watched number went beyond its bound, or came back. No more than `MOST_ALARMS` lines."""
+        path = self.path / "alarms.jsonl"
+        if sum(1 for _ in read_jsonl(path)) < MOST_ALARMS:
+            with writing(path, path.name), path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(_plain(alarm), ensure_ascii=False) + "\n")
 
     def close(self) -> None:
         """Closes the metrics file; logging opens it again."""
@@ -185,7 +220,9 @@ def latest_run(root: str | Path, name: str | None = None, *, algorithm: str | No
     elif algorithm is not None:
         pattern = rf"{re.escape(algorithm)}-\d{{8}}-\d{{6}}(-\d+)?"
     found = [p.parent for p in Path(root).glob("*/settings.yaml") if re.fullmatch(pattern, p.parent.name)]
-    runs = [run for run in found if any((run / "checkpoints").glob("step_*/manifest.json"))]
+    # `.replaced_...`: moved aside by a save that was killed just then; loading gives it its name back.
+    kept = ("step_*/manifest.json", ".replaced_step_*/manifest.json")
+    runs = [run for run in found if any(any((run / "checkpoints").glob(pattern)) for pattern in kept)]
     return RunFolder(max(runs, key=_touched)) if runs else None
 
 

@@ -8,17 +8,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from podium.checkpoints.background import BackgroundSaver
 from podium.checkpoints.store import CheckpointStore
+from podium.controller.executors.local import LocalExecutor
 from podium.core.batch import Batch
-from podium.core.errors import CheckpointError, WorkerLost
+from podium.core.errors import CheckpointError, DeadlineError, NumericsError, WorkerLost
 from podium.core.files import writing
 from podium.runs.folder import RunFolder
 from podium.runs.plot import plot_metrics
 from podium.runs.progress import Progress
 from podium.runs.trackers import Tracker
 from podium.stages.base import StepContext
+from podium.stages.watch import alarms
 from podium.trainer import state
 from podium.trainer.interrupt import InterruptGuard, StopRequested
+from podium.trainer.waits import StageWatch, run_deadlines
 
 if TYPE_CHECKING:
     from podium.trainer.trainer import Trainer
@@ -63,8 +67,13 @@ class Loop:
     ) -> None:
         self.trainer, self.run, self.store, self.progress, self.trackers = trainer, run, store, progress, trackers
         self.settings = trainer.settings
-        self.guard = InterruptGuard(progress.note, alone=not trainer.replicated)
+        local = isinstance(trainer.executor, LocalExecutor)
+        self.deadlines = run_deadlines(self.settings.deadlines, run.reports, progress.note, self._facts, local=local)
+        self.watch = StageWatch(self.deadlines)
+        self.guard = InterruptGuard(progress.note, alone=not trainer.replicated, waits_for=self.deadlines.current)
+        self.saver = BackgroundSaver(store, background=self.settings.checkpoint.background)
         self._said_nothing_learned = False
+        self._alarms: set[str] = set()
         self._started = time.perf_counter() - trainer.record.seconds
         trainer.border = state.Border.of(trainer)
         self._first = trainer.border
@@ -72,11 +81,12 @@ class Loop:
 
     def train(self) -> TrainResult:
         """Runs them. An error goes on to the caller after the last border was saved."""
-        with self.guard:
+        with self.guard, self.deadlines:
             try:
                 interrupted = self._until_stopped()
                 if self.trainer.border is not self._saved:
                     self._save()
+                self._end_save()
             except BaseException as error:
                 self._rescue(error)
                 raise
@@ -98,6 +108,7 @@ class Loop:
         while trainer.step < self.settings.run.steps:
             if trainer.executor.any(self.guard.requested):
                 raise StopRequested
+            self.saver.check()
             self._step()
             try:
                 if self._evaluation_due():
@@ -105,10 +116,29 @@ class Loop:
             finally:  # the step is done, whatever becomes of its evaluation
                 self._log(trainer.record.metrics)
             self.progress.step(trainer.record.metrics, _stage_seconds(trainer.record.metrics))
+            self._hold_to_bounds()
             if every and trainer.step % every == 0:
                 self._save()
 
     def _step(self) -> None:
+        """One step; where a deadline passed before any weight changed, it is made again, if the settings say so."""
+        limits, border = self.settings.deadlines, self.trainer.border
+        again = limits.retries if limits.action == "retry" else 0
+        while True:
+            try:
+                return self._one_step()
+            except DeadlineError as error:
+                if limits.action == "restart" and self.trainer.executor.concurrent:
+                    raise WorkerLost(error.what, where=error.where, remedy=error.remedy) from error
+                assert border is not None
+                if not again or not border.holds(self.trainer):
+                    raise
+                self.progress.note(
+                    f"{error.what}: making step {border.step + 1} again, {again} more times before the run stops"
+                )
+                again -= 1
+
+    def _one_step(self) -> None:
         trainer, started = self.trainer, time.perf_counter()
         context = StepContext(
             trainer.step,
@@ -118,12 +148,15 @@ class Loop:
             trainer.loader.epoch,
             more_prompts=trainer.loader.next_batch,
             on_progress=self._report,
+            watch=self.watch,
             concurrent=trainer.executor.concurrent,
         )
         border = trainer.border
         assert border is not None
         try:
-            batch = trainer.graph.run(trainer.loader.next_batch(), context)
+            with self.deadlines.waiting("data", "the data"):
+                prompts = trainer.loader.next_batch()
+            batch = trainer.graph.run(prompts, context)
         except BaseException as error:
             if _holds(border, trainer, error):
                 border.return_to(trainer)
@@ -141,6 +174,23 @@ class Loop:
         self._mark()
         if self.settings.run.log_samples and "rewards" in batch:
             self.run.write_samples(trainer.step, _samples(batch, self.settings.run.log_samples))
+        if any(n.endswith("/skipped_updates") and v > 0 for n, v in trainer.record.metrics.items()):
+            self.run.keep_nonfinite(trainer.step, _samples(batch, len(batch), tokens=None))
+
+    def _hold_to_bounds(self) -> None:
+        """Says which watched numbers are newly beyond their bounds. Raises NumericsError where one is to stop the run."""
+        step = self.trainer.step
+        found = {alarm.metric: alarm for alarm in alarms(self.trainer.record.metrics, self.settings.watch)}
+        for metric, alarm in found.items():
+            if metric not in self._alarms:
+                self.progress.note(f"step {step}: {alarm}")
+                self.run.write_alarm({"step": step, "metric": metric, "value": alarm.value, "bound": alarm.bound, "over": False})
+        for metric in self._alarms - set(found):
+            self.run.write_alarm({"step": step, "metric": metric, "over": True})
+        self._alarms = set(found)
+        stopping = next((alarm for alarm in found.values() if alarm.stop), None)
+        if stopping is not None:
+            raise NumericsError(str(stopping), where=f"step {step}", remedy=f"podium doctor {self.run.path} says why")
 
     def _report(self, stage: str, done: int, total: int) -> None:
         border = self.trainer.border
@@ -148,6 +198,17 @@ class Loop:
         if self.guard.requested and not self.trainer.replicated and border is not None and border.holds(self.trainer):
             self.guard.check()
         self.progress.stage(stage, done, total)
+        self.watch.reported(stage, done, total)
+
+    def _facts(self) -> dict[str, Any]:
+        """For a report."""
+        return {
+            "step": self.trainer.step + 1,
+            "last_stage": self.watch.last_stage,
+            "progress": self.watch.progress,
+            "last_checkpoint": self._saved.step if self._saved is not None else None,
+            "action": self.settings.deadlines.action,
+        }
 
     def _mark(self) -> None:
         """The trainer is at a border."""
@@ -161,7 +222,7 @@ class Loop:
         trainer, record = self.trainer, self.trainer.record
         if trainer.step == 0:
             if self.settings.evaluation.at_start and trainer.has_held_out and record.before is None:
-                record.before = trainer.measure(self.progress, self.guard)
+                record.before = trainer.measure(self.progress, self.guard, self.watch)
                 self._mark()
                 self._log(record.before)
         elif self._evaluation_due():
@@ -177,7 +238,7 @@ class Loop:
 
     def _measure(self) -> None:
         record = self.trainer.record
-        record.after = self.trainer.measure(self.progress, self.guard)
+        record.after = self.trainer.measure(self.progress, self.guard, self.watch)
         record.metrics = {**record.metrics, **record.after}
         record.evaluated = self.trainer.step
         self._mark()
@@ -193,19 +254,31 @@ class Loop:
         border = self.trainer.border
         assert border is not None
         with self.guard.saving():
-            self.store.save(border.step, state.capture(self.trainer, border))
+            saved = state.capture(self.trainer, border)
+            self._end_save()
+            self.saver.save(border.step, saved)
             self._saved = border
+
+    def _end_save(self) -> None:
+        with self.guard.saving(), self.deadlines.waiting("save", "the checkpoint that is written"):
+            self.saver.wait()
 
     def _rescue(self, error: BaseException) -> None:
         """Saves the last border after an error, and says how to go on. Nothing is kept where no step was done."""
         border = self.trainer.border
+        try:
+            self._end_save()
+        except (CheckpointError, DeadlineError) as second:
+            self.progress.note(str(second))
+            self._saved = None
         if border is None or border.step == 0:
             return
         held = _holds(border, self.trainer, error)
         if held and border is not self._saved and not isinstance(error, CheckpointError):
             try:
                 self._save()
-            except CheckpointError as second:
+                self._end_save()
+            except (CheckpointError, DeadlineError) as second:
                 self.progress.note(str(second))
         steps = self.store.steps()
         if steps:
@@ -251,16 +324,45 @@ def _stage_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
     return {n.removeprefix("time/"): v for n, v in metrics.items() if n.startswith("time/") and n != "time/step"}
 
 
-def _samples(batch: Batch, count: int) -> list[dict[str, Any]]:
+MOST_TOKENS = 4096
+"""Tokens of a step that are written with their log-probs."""
+
+
+def _samples(batch: Batch, count: int, tokens: int | None = MOST_TOKENS) -> list[dict[str, Any]]:
+    """The first rows as plain values; the first of these, up to so many tokens (None: all), with what a replay needs."""
     rows = batch.index(range(min(count, len(batch))))
-    columns = ["rewards", *(n for n in rows.names if n.startswith("reward."))]
-    return [
-        {
-            "prompt": rows["prompt"][i],
-            "response": rows["response"][i],
-            **{name: float(rows[name][i]) for name in columns},
-            "finish_reason": rows["finish_reason"][i],
-            "group_id": int(rows["group_id"][i]),
-        }
-        for i in range(len(rows))
-    ]
+    numbers = [n for n in ("rewards", *(n for n in rows.names if n.startswith("reward."))) if n in rows]
+    kept = [n for n in ("prompt", "response", "finish_reason", "group_id", "policy_version") if n in rows]
+    each = [n for n in _PER_TOKEN if n in rows]
+    sizes = (rows.lengths("prompt") + rows.lengths("response")).cumsum(0).tolist()
+    out = []
+    for i in range(len(rows)):
+        row = {**{n: _item(rows[n][i]) for n in kept}, **{n: float(rows[n][i]) for n in numbers}}
+        if tokens is None or sizes[i] <= tokens:
+            row |= {name: _numbers(rows[name][i]) for name in each}
+        out.append(row)
+    return out
+
+
+_PER_TOKEN = (
+    "prompt_ids",
+    "response_ids",
+    "response_mask",
+    "rollout_log_probs",
+    "old_log_probs",
+    "train_log_probs",
+    "ref_log_probs",
+    "advantages",
+)
+
+
+def _item(value: Any) -> Any:
+    return value.item() if hasattr(value, "item") else value
+
+
+def _numbers(column: Any) -> list[Any] | None:
+    """A row's values, to six digits; None where nothing was measured."""
+    if not column.is_floating_point():
+        return column.int().tolist()
+    values = [float(f"{v:.6g}") for v in column.tolist()]
+    return None if values and all(v != v for v in values) else values

@@ -9,14 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from podium.checkpoints.store import rng_state, set_rng_state
 from podium.core.errors import CheckpointError
+from podium.trainer.changes import Change, ChangedSettings, changes
 
 if TYPE_CHECKING:
     from podium.trainer.trainer import Trainer
-
-# How long a run goes on and what it shows may change at a resume; what it computes may not.
-FREE = ("run.", "checkpoint.", "evaluation.", "executor.", "resource_pool")
-FIXED = ("run.seed",)
-
 
 @dataclass
 class Record:
@@ -78,43 +74,53 @@ def capture(trainer: Trainer, border: Border) -> dict[str, Any]:
     """Everything that the next step depends on: roles, stages, data position, generators, step; and the run's record."""
     return {
         **border.state,
-        "settings": trainer.settings.model_dump(mode="json"),
+        **_identity(trainer),
         "frozen": trainer.frozen_weights(),
         **{f"role_{name}": handle.state_dict().result() for name, handle in trainer.trained_roles().items()},
     }
 
 
-def restore(trainer: Trainer, saved: Mapping[str, Any]) -> None:
-    """Puts back what `capture` gave. Raises CheckpointError where settings that matter have changed."""
-    changed = differences(saved["settings"], trainer.settings.model_dump(mode="json"))
-    bad = [c for c in changed if not c[0].startswith(FREE) or c[0] in FIXED]
-    if bad:
-        lines = "; ".join(f"{key} was {old!r}, is {new!r}" for key, old, new in bad)
-        raise CheckpointError(f"settings changed since the checkpoint: {lines}", remedy="resume with the same settings")
+def _identity(trainer: Trainer) -> dict[str, Any]:
+    """What a resume is compared with."""
+    return {
+        "settings": trainer.settings.model_dump(mode="json"),
+        "stage_arguments": trainer.stage_arguments,
+        "data": trainer.loader.extras_digest,
+    }
+
+
+def restore(trainer: Trainer, saved: Mapping[str, Any], *, accept_changes: bool = False) -> list[Change]:
+    """Puts back what `capture` gave. Returns what is other than then, and was accepted.
+
+    Raises ChangedSettings where what the run computes has changed and that was not accepted; CheckpointError where
+    the state does not fit at all (another model, other rows).
+    """
+    changed = changes(saved, _identity(trainer))
+    if changed and not accept_changes:
+        raise ChangedSettings(changed, str(trainer.settings.run.name or trainer.settings.algorithm))
     for name, digest in trainer.frozen_weights().items():
-        if saved["frozen"].get(name) != digest:
-            raise CheckpointError(
-                f"the {name} has other weights than in the run that is resumed",
-                where=name,
-                remedy="give it the same model; a model in memory that has been trained since is another one",
-            )
+        if name in saved["frozen"] and saved["frozen"][name] == digest:
+            continue
+        if name not in saved["frozen"] and accept_changes:  # a role that the checkpoint's run did not have
+            continue
+        raise CheckpointError(
+            f"the {name} has other weights than in the run that is resumed",
+            where=name,
+            remedy="give it the same model; a model in memory that has been trained since is another one",
+        )
     for name, handle in trainer.trained_roles().items():
+        if f"role_{name}" not in saved:
+            raise CheckpointError(f"the checkpoint has no weights of the {name}", where=name, remedy="start a new run")
         handle.load_state_dict(saved[f"role_{name}"]).result()
     _restore_border(trainer, saved)
+    return changed
 
 
 def _restore_border(trainer: Trainer, saved: Mapping[str, Any]) -> None:
     for stage in trainer.graph.stages:
-        stage.load_state_dict(copy.deepcopy(saved["stages"][stage.label]))
+        if stage.label in saved["stages"]:  # one that was added (and accepted) begins anew
+            stage.load_state_dict(copy.deepcopy(saved["stages"][stage.label]))
     trainer.loader.load_state_dict(saved["trainer"]["loader"])
     set_rng_state(saved["trainer"]["rng"])
     trainer.step = saved["trainer"]["step"]
     trainer.record = Record(**copy.deepcopy(saved["trainer"]["record"]))
-
-
-def differences(old: Any, new: Any, key: str = "") -> list[tuple[str, Any, Any]]:
-    """(dotted key, old value, new value) wherever two nested settings differ."""
-    if isinstance(old, Mapping) and isinstance(new, Mapping):
-        names = sorted(set(old) | set(new))
-        return [d for n in names for d in differences(old.get(n), new.get(n), f"{key}.{n}" if key else n)]
-    return [] if old == new else [(key, old, new)]

@@ -34,13 +34,16 @@ from podium.runs.trackers import check_names, check_packages, open_trackers
 from podium.stages.base import Stage, StepContext
 from podium.stages.graph import StageGraph
 from podium.stages.policy import OnPolicyStage
+from podium.stages.watch import watch_stages
 from podium.trainer import state
+from podium.trainer.changes import described_stage, table
 from podium.trainer.data import UNIT, load_data
 from podium.trainer.evaluation import EVALUATION_STEP, evaluation_stages
 from podium.trainer.interrupt import InterruptGuard
 from podium.trainer.loop import Loop, TrainResult
 from podium.trainer.recipe import SOURCES, DataKind, Recipe, find_recipe, read_settings
 from podium.trainer.roles import RoleNeeds, Roles
+from podium.trainer.waits import Watch
 from podium.workers.base import parts_of
 
 
@@ -87,8 +90,9 @@ class Trainer:
         check_names(self.settings.run.trackers)
         recipe = None if stages is not None else find_recipe(self.settings.algorithm)
         self.stages = list(stages) if stages is not None else _stages_of(recipe, self.settings)
+        self.stage_arguments = {stage.label: described_stage(stage) for stage in stages or ()}
         self.kind: DataKind = recipe.data if recipe else _data_kind(self.stages)
-        self.graph = StageGraph(self.stages, SOURCES[self.kind])
+        self.graph = StageGraph([*self.stages, *watch_stages(self.stages, self.settings.watch)], SOURCES[self.kind])
         if evaluation is None:
             evaluation = (
                 recipe.evaluation(self.settings) if recipe else evaluation_stages(self.graph.stages, self.settings.evaluation)
@@ -110,12 +114,14 @@ class Trainer:
 
     # ------------------------------------------------------------------ public
 
-    def train(self, resume: bool | str | Path = False) -> TrainResult:
+    def train(self, resume: bool | str | Path = False, *, accept_changes: bool = False) -> TrainResult:
         """Runs the steps that are left.
 
         Args:
             resume: True continues the newest run of this name (`name`, `name-2`...; without a name, of this algorithm),
                 a path that run.
+            accept_changes: go on although what the run computes is other than in its checkpoint (settings, stage arguments,
+                a data column); else that is a ChangedSettings error with the differences. What was accepted is noted.
 
         Ctrl-C stops at a border where state is whole, saves a checkpoint, and returns with `interrupted` set. After an
         error the last border is saved, where no weight has changed since; a note on the error says how to go on.
@@ -132,7 +138,7 @@ class Trainer:
             run = old if old is not None and writes else self._new_run()
             store = CheckpointStore((old or run).checkpoints, self.settings.checkpoint.keep, note, writes=writes)
             if old:
-                self._restore(store, run, progress)
+                self._restore(store, run, progress, accept_changes=accept_changes)
             else:
                 run.write_settings(dump_yaml(self.settings))
             trackers = open_trackers(
@@ -170,7 +176,7 @@ class Trainer:
                 self.roles = self._launch()
                 resumed = bool(store.steps())
                 if resumed:
-                    self._restore(store, run, progress)
+                    self._restore(store, run, progress, accept_changes=True)
                 else:
                     start.return_to(self)
                     run.rewind(self.step)
@@ -344,8 +350,14 @@ class Trainer:
         """There are rows to evaluate on (after `prepare`)."""
         return self._held_out is not None
 
-    def measure(self, progress: Progress | None = None, guard: InterruptGuard | None = None) -> dict[str, float]:
-        """The held-out rows' metrics under the present weights. A stop that `guard` knows of breaks it off."""
+    def measure(
+        self, progress: Progress | None = None, guard: InterruptGuard | None = None, watch: Watch | None = None
+    ) -> dict[str, float]:
+        """The held-out rows' metrics under the present weights. A stop that `guard` knows of breaks it off.
+
+        Args:
+            watch: the stages' deadlines.
+        """
         assert self._held_out is not None
 
         def report(stage: str, done: int, total: int) -> None:
@@ -356,6 +368,7 @@ class Trainer:
 
         started = time.perf_counter()
         context = StepContext(EVALUATION_STEP, self.roles, on_progress=report, concurrent=self.executor.concurrent)
+        context.watch = watch or context.watch
         self.last_evaluation = self.evaluation.run(self._held_out, context)
         kept = Metrics({n: v for n, v in context.metrics.items() if not n.startswith("time/")})
         out = Metrics().merge(kept, prefix="eval/")
@@ -375,11 +388,15 @@ class Trainer:
             self._frozen = {name: self.roles[name].weights_digest().result() for name in frozen}
         return self._frozen
 
-    def _restore(self, store: CheckpointStore, run: RunFolder, progress: Progress) -> None:
+    def _restore(self, store: CheckpointStore, run: RunFolder, progress: Progress, *, accept_changes: bool) -> None:
         step, saved = store.load()
-        state.restore(self, saved)
+        changed = state.restore(self, saved, accept_changes=accept_changes)
         progress.completed = step
         run.rewind(step)
+        if changed:
+            progress.note(f"accepted what has changed since the checkpoint:\n{table(changed)}")
+            if self.executor.writes:
+                run.change_settings(dump_yaml(self.settings), step)
         progress.note(f"continuing {run.path} after step {step}")
 
 

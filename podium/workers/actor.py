@@ -91,6 +91,11 @@ class ActorWorker(TrainedRole):
         if self.rollout is not None:
             self.rollout.abort(self.rollout.submit(Request(tuple(prompt_ids), self.sampling)))
 
+    @dispatch("broadcast")
+    def training_version(self) -> int:
+        """Updates that the trained weights have had: what a sample's `policy_version` is held against."""
+        return self.engine.policy_version
+
     @dispatch("rows")
     def compute_log_probs(self, batch: Batch, name: str = "old_log_probs") -> Batch:
         """Log-probs of the responses under the present weights, as the column `name` (nats, fp32)."""

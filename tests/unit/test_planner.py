@@ -208,7 +208,7 @@ def test_layouts_divide_what_they_cut() -> None:
     assert sharded.weights == pytest.approx(4 * shape.total / 64) and sharded.masters == 0
     assert sharded.moments == pytest.approx(8 * shape.total / 64)
     tensor = RoleSpec("actor", shape, 2, True, Ranks(tensor=8), single=False)
-    assert 2 * shape.total / 8 < tensor.weights < 2 * shape.total / 7.5  # embedding, head and norms are whole
+    assert 2 * shape.total / 8 < tensor.weights < 2 * shape.total / 6.5  # embedding, head and norms are whole
     assert generation_copy(sharded, 8) == pytest.approx(tensor.weights) and generation_copy(one, 1) == 0
     offloaded = RoleSpec("actor", shape, 2, True, Ranks(shard=64), single=False, offload=True)
     assert offloaded.stays == offloaded.weights and offloaded.on_host == pytest.approx(12 * shape.total / 64)
@@ -267,24 +267,34 @@ def test_a_7b_does_not_fit_one_h100_and_the_change_makes_it_fit(folder: Path) ->
 
 def test_the_smallest_change_comes_first(folder: Path) -> None:
     size = "{nodes: 1, devices_per_node: 1, device: big, memory_gb: %s, flops: 7.0e+14, bandwidth: 4.0e+12}"
-    plan = planned(size % 160)
+    plan = planned(size % 168)
     assert not plan.fits and plan.change and plan.change[0].startswith("batch.microbatch_tokens=") and len(plan.change) == 1
     alone = planned("{nodes: 1, devices_per_node: 1, device: A100}")
     assert "model.lora.rank=16" in alone.change
-    assert planned("{nodes: 1, devices_per_node: 1, device: T4}", "model.dtype=bfloat16").change is None or True
     nothing = planned("{nodes: 1, devices_per_node: 1, device: tiny, memory_gb: 3, flops: 1.0e+13, bandwidth: 1.0e+11}")
     assert not nothing.fits and nothing.change is None
 
 
 def test_thousands_of_devices(folder: Path) -> None:
-    (folder / "model/config.json").write_text(json.dumps(LLAMA_70B))
-    pool = "resource_pool={actor: {nodes: 256, gpus_per_node: 8, parallel: {shard: 256, tensor: 8}}, reference: {nodes: 2, \
-gpus_per_node: 8, backend: sharded, parallel: {shard: 16}}}"
-    plan = planned("{nodes: 300, devices_per_node: 8, device: H100}", pool, "batch.prompts_per_step=4096")
+    pool = "resource_pool={actor: {nodes: 256, gpus_per_node: 8, parallel: {shard: 64}}, reference: {nodes: 2, gpus_per_node: 8}}"
+    cluster = "{nodes: 300, devices_per_node: 8, device: H100, host_memory_gb: 1000}"
+    plan = planned(cluster, pool, "batch.prompts_per_step=4096", "executor.kind=ray")
     assert plan.fits, plan.problems
     assert [(p.name, p.devices, p.nodes) for p in plan.pools] == [("actor", 2048, 256), ("reference", 16, 2)]
-    assert any(phase.name == "hand-over" for phase in plan.pools[0].phases)
-    assert plan.step_seconds > 0
+    names = [phase.name for phase in plan.pools[0].phases]
+    assert names[0] == "load actor" and "hand-over" in names and "update actor" in names
+    one_step = planned(cluster, pool.replace("256", "16"), "batch.prompts_per_step=4096", "executor.kind=ray")
+    assert plan.step_seconds < one_step.step_seconds
+
+
+def test_a_70b_says_that_it_is_whole_while_it_is_loaded(folder: Path) -> None:
+    (folder / "model/config.json").write_text(json.dumps(LLAMA_70B))
+    pool = "resource_pool={actor: {nodes: 32, gpus_per_node: 8, parallel: {shard: 32, tensor: 8}}}"
+    plan = planned("{nodes: 32, devices_per_node: 8, device: H100, host_memory_gb: 2000}", pool)
+    assert not plan.fits and "load actor" in plan.problems[0]
+    update = next(phase for phase in plan.pools[0].phases if phase.name == "update actor")
+    actor = plan.pools[0].roles[0]
+    assert actor.stays < 6e9 and update.total < plan.pools[0].peak.total
 
 
 def test_heads_that_do_not_divide(folder: Path) -> None:
@@ -313,7 +323,7 @@ def test_roles_apart_and_ppo(folder: Path) -> None:
 
 
 def test_lora_shares_one_base(folder: Path) -> None:
-    plan = planned("{nodes: 1, devices_per_node: 1, device: H100}", "model.lora.rank=16")
+    plan = planned("{nodes: 1, devices_per_node: 1, device: H100}", "model.lora.rank=16", "batch.microbatch_tokens=4096")
     actor, reference = plan.pools[0].roles
     assert reference.shares == "actor" and reference.weights == 0
     assert plan.fits and plan.checkpoint_bytes == 12 * actor.adapter
