@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,6 +17,8 @@ from podium.core.errors import CheckpointError
 from podium.core.files import writing
 
 FORMAT = 1
+SHARD_BYTES = 4 * 2**30
+"""A safetensors file is closed when it has so many bytes: a state of a large model is several files."""
 _TENSOR, _SAME = "@tensor", "@same"
 _ASIDE = ".replaced_"
 
@@ -24,8 +26,9 @@ _ASIDE = ".replaced_"
 class CheckpointStore:
     """The checkpoints of one run: `step_000100/` folders with a `manifest.json`.
 
-    A state is a nested dict; its tensors go to safetensors files (one per top-level key), the rest to JSON. No pickle is
-    written or read.
+    A state is a nested dict; its tensors go to safetensors files (one per top-level key, several where it is large), the
+    rest to JSON; the manifest has each file's size and checksum. No pickle is written or read. Tensors are whole and go by
+    the model's own names, so a checkpoint does not depend on how many workers wrote it.
 
     Args:
         folder: where the checkpoints are.
@@ -96,7 +99,10 @@ class CheckpointStore:
             if problem is None:
                 manifest = json.loads((candidate / "manifest.json").read_text())
                 keys = sorted({name.partition(".")[0] for name in manifest["files"]})
-                return manifest["step"], {key: _read(candidate, key) for key in keys}
+                state = {key: _read(candidate, key) for key in keys}
+                if candidate != candidates[0]:
+                    self.note(f"using {candidate.name}, the newest that is whole")
+                return manifest["step"], state
             self.note(f"checkpoint {candidate.name} is damaged ({problem}); trying an older one")
             if path is None:
                 self._set_aside(candidate)
@@ -128,10 +134,11 @@ class CheckpointStore:
         tree = _flatten(value, key, tensors, {})
         _write_text(folder / f"{key}.json", json.dumps(tree))
         names = [f"{key}.json"]
-        if tensors:
-            save_file(tensors, folder / f"{key}.safetensors")
-            _sync_file(folder / f"{key}.safetensors")
-            names.append(f"{key}.safetensors")
+        for number, shard in enumerate(_shards(tensors)):
+            name = f"{key}.safetensors" if number == 0 else f"{key}.{number:05d}.safetensors"
+            save_file(shard, folder / name)
+            _sync_file(folder / name)
+            names.append(name)
         return {name: {"sha256": _digest(folder / name), "bytes": (folder / name).stat().st_size} for name in names}
 
     def _prune(self) -> None:
@@ -181,12 +188,61 @@ def _flatten(value: Any, name: str, tensors: dict[str, Tensor], seen: dict[Any, 
     return value
 
 
-def _read(folder: Path, key: str) -> Any:
-    from safetensors.torch import load_file
+def _shards(tensors: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+    """The tensors in order, cut where a file has reached its size."""
+    shards: list[dict[str, Tensor]] = []
+    size = SHARD_BYTES
+    for name, tensor in tensors.items():
+        if size >= SHARD_BYTES:
+            shards.append({})
+            size = 0
+        shards[-1][name] = tensor
+        size += tensor.nbytes
+    return shards
 
-    path = folder / f"{key}.safetensors"
-    tensors = load_file(path) if path.is_file() else {}
-    return _restore(json.loads((folder / f"{key}.json").read_text()), tensors)
+
+def read_part(folder: Path, key: str, part: str) -> Any:
+    """A part of a state that was saved under `key` (`engine/model`): only its own tensors are read.
+
+    Raises CheckpointError where the checkpoint is damaged or has no such part.
+    """
+    if (problem := verify(folder)) is not None:
+        raise CheckpointError(f"the checkpoint is damaged ({problem})", where=str(folder), remedy="take another step")
+    try:
+        tree = json.loads((folder / f"{key}.json").read_text())
+        for name in part.split("/"):
+            tree = tree[name]
+    except (OSError, KeyError):
+        raise CheckpointError(f"the checkpoint has no '{key}/{part}'", where=str(folder)) from None
+    return _restore(tree, _tensors(folder, key, set(_names(tree))))
+
+
+def _names(tree: Any) -> Iterator[str]:
+    """The tensors that a saved tree refers to."""
+    if isinstance(tree, dict):
+        name = tree.get(_TENSOR) or tree.get(_SAME)
+        if name is not None and len(tree) == 1:
+            yield name
+            return
+    for value in tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ():
+        yield from _names(value)
+
+
+def _read(folder: Path, key: str) -> Any:
+    return _restore(json.loads((folder / f"{key}.json").read_text()), _tensors(folder, key))
+
+
+def _tensors(folder: Path, key: str, wanted: set[str] | None = None) -> dict[str, Tensor]:
+    """The tensors of one key's files, by name; all, or those that are wanted."""
+    from safetensors import safe_open
+
+    tensors: dict[str, Tensor] = {}
+    for path in sorted((*folder.glob(f"{key}.safetensors"), *folder.glob(f"{key}.[0-9]*.safetensors"))):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 (it is no mapping)
+                if wanted is None or name in wanted:
+                    tensors[name] = file.get_tensor(name)
+    return tensors
 
 
 def _restore(tree: Any, tensors: dict[str, Tensor]) -> Any:
@@ -237,6 +293,8 @@ def rng_state() -> dict[str, Any]:
         "torch": torch.get_rng_state(),
         "numpy": {"keys": torch.from_numpy(keys.astype("int64")), "pos": pos, "has": has, "cached": cached, "name": name},
         "python": {"version": version, "numbers": list(numbers), "gauss": gauss},
+        # What has not been used in this process has no state; asking for it would take memory on the GPU.
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else [],
     }
 
 
@@ -251,3 +309,5 @@ def set_rng_state(state: dict[str, Any]) -> None:
     np.random.set_state((n["name"], n["keys"].numpy().astype("uint32"), n["pos"], n["has"], n["cached"]))
     p = state["python"]
     random.setstate((p["version"], tuple(p["numbers"]), p["gauss"]))
+    if state.get("cuda") and torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(state["cuda"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,6 +31,9 @@ def command(
     ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with a run: the folder given, else the newest one of this recipe.")
+    ] = False,
+    accept_changes: Annotated[
+        bool, typer.Option("--accept-changes", help="Resume although settings differ from the checkpoint's.")
     ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check settings, graph and files, show the arithmetic, load nothing.")
@@ -76,7 +80,7 @@ def command(
         trainer.check_files()
         show(settings, trainer, as_json=as_json)
         return
-    result = trainer.train(resume=str(given.run) if given.run is not None else resume)
+    result = _train(trainer, str(given.run) if given.run is not None else resume, accept_changes)
     trainer.close()
     if trainer.executor.writes:
         _report(result, as_json)
@@ -106,6 +110,21 @@ def executor_values(executor: str | None, workers: int | None) -> dict[str, Any]
     if kind == "local" and (workers or 1) > 1:
         raise ConfigError(f"{workers} workers do not go into one process", where="--workers", remedy="--executor ray")
     return {"executor": {"kind": kind, **({"workers": workers} if workers is not None else {})}}
+
+
+def _train(trainer: Any, resume: bool | str, accept_changes: bool) -> Any:
+    """Runs it. Settings that have changed since the checkpoint are shown; where somebody is there to answer, they are asked."""
+    from podium.trainer.changes import ChangedSettings
+
+    try:
+        return trainer.train(resume=resume, accept_changes=accept_changes)
+    except ChangedSettings as error:
+        if not (sys.stdin.isatty() and sys.stderr.isatty()):
+            raise
+        typer.echo(error.what, err=True)
+        if not typer.confirm("Go on with the new ones?", err=True):
+            raise
+        return trainer.train(resume=resume, accept_changes=True)
 
 
 def _newest_run(given: Given) -> Path:

@@ -359,6 +359,8 @@ class CheckpointSettings(Settings):
     """The newest so many are kept."""
     export: bool = True
     """Write a Hugging Face folder at the end."""
+    background: bool = True
+    """Copy the state, and write it while the next step runs. Takes the state's size in host memory once more."""
 
 
 class BoundSettings(Settings):
@@ -408,6 +410,27 @@ class RunSettings(Settings):
     """Show progress bars (off when the output is no terminal)."""
 
 
+class DeadlineSettings(Settings):
+    """How long a run waits, in seconds (0: without end). When a deadline passes a report is written, then `action` is taken."""
+
+    rollout: float = Field(default=3600.0, ge=0)
+    """A rollout (all its rounds). In other processes `executor.deadline_seconds` holds for it, and for `call`."""
+    reward: float = Field(default=1800.0, ge=0)
+    """Scoring a step's responses: reward functions, models, remote scorers, together."""
+    call: float = Field(default=3600.0, ge=0)
+    """Any other stage: log-probs, values, updates with their weight hand-over."""
+    data: float = Field(default=600.0, ge=0)
+    """Taking a step's rows from the data."""
+    save: float = Field(default=3600.0, ge=0)
+    """Waiting for a checkpoint to be written."""
+    action: Literal["stop", "retry", "restart"] = "stop"
+    """`stop` with a checkpoint; make the step again (`retry`); start the workers again from the last checkpoint (Ray)."""
+    retries: int = Field(default=2, ge=0)
+    """How often a step is made again, where `action` is `retry`; then the run stops."""
+    grace: float = Field(default=60.0, ge=0)
+    """What cannot be broken off ends the process so many seconds after its deadline, stacks written (0: never)."""
+
+
 class ExecutorSettings(Settings):
     kind: Literal["local", "ray", "spmd"] = "local"
     """Where workers live: this process; Ray actors; the processes that torchrun started."""
@@ -444,6 +467,8 @@ class RecipeSettings(Settings):
     """Numerics that are watched, and when they warn or stop."""
     run: RunSettings = Field(default_factory=RunSettings)
     """The run itself."""
+    deadlines: DeadlineSettings = Field(default_factory=DeadlineSettings)
+    """How long the run waits, and what happens then."""
     executor: ExecutorSettings = Field(default_factory=ExecutorSettings)
     """Where the workers of the roles live."""
     resource_pool: dict[str, Any] = Field(default_factory=dict)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
@@ -100,13 +101,33 @@ class Loader:
         digest = hashlib.sha256()
         for name in ("prompt_ids", "response_ids", "label", "head"):
             if name in self.batch:
-                column = self.batch[name]
-                for part in (column.offsets, column.values) if isinstance(column, Ragged) else (column,):
-                    digest.update(part.cpu().contiguous().numpy().tobytes())
+                _add(digest, self.batch[name])
         return digest.hexdigest()
+
+    @cached_property
+    def extras_digest(self) -> dict[str, str]:
+        """A hash of each extra column (answers, test cases ...), by its name: rewards read them."""
+        out = {}
+        for name, values in self.batch.extras().items():
+            digest = hashlib.sha256()
+            _add(digest, values)
+            out[name] = f"sha256 {digest.hexdigest()[:12]}"
+        return out
 
     def _order_of(self, epoch: int) -> Tensor:
         if not self.shuffle:
             return torch.arange(self.units)
         generator = torch.Generator().manual_seed(derive_seed(self.seed, "data", epoch))
         return torch.randperm(self.units, generator=generator)
+
+
+def _add(digest: Any, column: Any) -> None:
+    """A column's content: tensors by their bytes, anything else as JSON."""
+    if isinstance(column, Ragged):
+        _add(digest, column.offsets)
+        column = column.values
+    if isinstance(column, Tensor):
+        digest.update(column.cpu().contiguous().numpy().tobytes())
+        return
+    for value in column:
+        digest.update(json.dumps(value, sort_keys=True, default=repr, ensure_ascii=False).encode() + b"\n")

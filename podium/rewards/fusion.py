@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from podium.core.activity import doing
 from podium.core.batch import Batch
 from podium.core.errors import ConfigError, RewardError
 from podium.core.metrics import Metrics
@@ -104,7 +105,8 @@ def _answers(
 ) -> list[Scored]:
     answers = []
     for reward in rewards:
-        scored = reward(batch, state) if state and isinstance(reward, FunctionReward) else reward(batch)
+        with doing(f"{family} '{reward.name}' over {len(batch)} samples"):
+            scored = reward(batch, state) if state and isinstance(reward, FunctionReward) else reward(batch)
         _check_finite(batch, reward, scored)
         metrics.merge(scored.metrics, f"{family}/{reward.name}/")
         answers.append(scored)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +30,8 @@ class StepContext:
     metrics: Metrics = field(default_factory=Metrics)
     on_progress: Callable[[str, int, int], None] | None = None
     """Called as (stage, done, total) while a long stage works."""
+    watch: Callable[[Stage, Batch], AbstractContextManager[None]] = lambda stage, batch: nullcontext()
+    """Entered around a stage's run: it has a deadline."""
     concurrent: bool = False
     """Stages whose inputs are there may run at the same time."""
 

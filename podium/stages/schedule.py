@@ -25,7 +25,8 @@ class Graph(Protocol):
 def run_stage(stage: Stage, batch: Batch, context: StepContext) -> Batch:
     """One stage over a step's rows: what it returned. Adds its seconds to the metrics."""
     started = time.perf_counter()
-    result = resolve(stage.run(batch if stage.changes_rows else _visible(stage, batch), context))
+    with context.watch(stage, batch):
+        result = resolve(stage.run(batch if stage.changes_rows else _visible(stage, batch), context))
     context.metrics.add(f"time/{stage.label}", time.perf_counter() - started)
     return result
 

@@ -25,11 +25,18 @@ class InterruptGuard:
 
     Args:
         say: shows a line to the user.
+        waits_for: says what the run is at; added to the first answer, so that a long reward or update is seen to be it.
         alone: no other controller runs the same loop; where some do, they stop together at a step's border.
     """
 
-    def __init__(self, say: Callable[[str], None] = lambda text: None, *, alone: bool = True) -> None:
-        self.requested, self._alone = False, alone
+    def __init__(
+        self,
+        say: Callable[[str], None] = lambda text: None,
+        *,
+        alone: bool = True,
+        waits_for: Callable[[], str] = lambda: "",
+    ) -> None:
+        self.requested, self._alone, self._waits_for = False, alone, waits_for
         self._say, self._saving = say, False
         self._before: dict[int, Any] = {}
 
@@ -47,7 +54,8 @@ class InterruptGuard:
         again, self.requested = self.requested, True
         if again and not self._saving:
             raise KeyboardInterrupt
-        self._acknowledge(SAVING if self._saving else STOPPING)
+        at = self._waits_for()
+        self._acknowledge(SAVING if self._saving else f"{STOPPING}\nnow at: {at}" if at else STOPPING)
 
     def _acknowledge(self, text: str) -> None:
         try:
@@ -63,8 +71,8 @@ class InterruptGuard:
     @contextmanager
     def saving(self) -> Iterator[None]:
         """Inside, no signal interrupts: a save that is given up half-way would lose what it was to keep."""
-        self._saving = True
+        before, self._saving = self._saving, True
         try:
             yield
         finally:
-            self._saving = False
+            self._saving = before

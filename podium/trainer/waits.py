@@ -1,0 +1,72 @@
+"""A run's deadlines: which hold for which stage, and what a report says of the step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+from podium.controller.deadlines import Deadlines
+from podium.core.batch import Batch
+from podium.core.settings import DeadlineSettings
+from podium.stages.base import Stage
+
+Watch = Callable[[Stage, Batch], AbstractContextManager[None]]
+
+_SCORED = {"rewards", "costs", "step_rewards"}
+_SHOWN = 3
+
+
+def run_deadlines(
+    settings: DeadlineSettings, folder: Path, note: Callable[[str], None], facts: Callable[[], dict[str, Any]], *, local: bool
+) -> Deadlines:
+    """The deadlines of a run whose reports go to `folder`.
+
+    Args:
+        local: workers are this process. Where they are others, the executor watches its own calls.
+    """
+    limits = {"reward": settings.reward, "data": settings.data, "save": settings.save}
+    if local:
+        limits |= {"rollout": settings.rollout, "call": settings.call, "sampling": settings.rollout + settings.reward}
+        if 0 in (settings.rollout, settings.reward):
+            limits["sampling"] = 0.0
+    return Deadlines(limits, folder, note, settings.grace, facts)
+
+
+def kind_of(stage: Stage) -> str:
+    """Which deadline is a stage's, by what it writes."""
+    scores, samples = bool(_SCORED & set(stage.writes)), "rollout_log_probs" in stage.writes
+    if scores and samples:
+        return "sampling"
+    return "reward" if scores else "rollout" if samples else "call"
+
+
+class StageWatch:
+    """Puts each stage's run under its deadline, and knows which one ended last and how far the present one is."""
+
+    def __init__(self, deadlines: Deadlines) -> None:
+        self.deadlines = deadlines
+        self.last_stage, self.progress = "", ""
+
+    @contextmanager
+    def __call__(self, stage: Stage, batch: Batch) -> Iterator[None]:
+        self.progress = ""
+        with self.deadlines.waiting(kind_of(stage), f"stage '{stage.label}'", lambda: _samples(batch)):
+            yield
+        self.last_stage = stage.label
+
+    def reported(self, stage: str, done: int, total: int) -> None:
+        """How far a stage says it is."""
+        self.progress = f"{stage}: {done} of {total}"
+
+
+def _samples(batch: Batch) -> str:
+    """The rows that a stage works on: how many, and the first by data row and prompt."""
+    if "prompt" not in batch:
+        return f"{len(batch)} rows"
+    shown = []
+    for i in range(min(_SHOWN, len(batch))):
+        row = f"data row {int(batch['row_index'][i])}: " if "row_index" in batch else ""
+        shown.append(f"{row}{str(batch['prompt'][i])[:80]!r}")
+    return f"{len(batch)} samples, the first: " + "; ".join(shown)
