@@ -42,6 +42,7 @@ def train(
     eval_data: Any = None,
     tokenizer: Any = None,
     resume: bool | str = False,
+    accept_changes: bool = False,
     **settings: Any,
 ) -> TrainResult:
     """Trains a model in one call.
@@ -53,6 +54,7 @@ def train(
             (`{"function": f, "weight": 0.5}`).
         algorithm: a recipe's name.
         eval_data: held-out rows or their path.
+        resume, accept_changes: as for `Trainer.train`.
         settings: sections as mappings (`optimizer={"lr": 1e-5}`) or dotted keys with `__` (`optimizer__lr=1e-5`).
 
     Returns:
@@ -79,7 +81,7 @@ def train(
     sources = [rewards] if one else list(rewards)
     if sources:
         values["rewards"] = [r if isinstance(r, Mapping | RewardSettings) else {"function": r} for r in sources]
-    return build(read_settings(values), **given).train(resume=resume)
+    return build(read_settings(values), **given).train(resume=resume, accept_changes=accept_changes)
 
 
 def _nested(keys: list[str], value: Any) -> dict[str, Any]:

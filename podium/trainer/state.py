@@ -14,6 +14,7 @@ from podium.trainer.changes import Change, ChangedSettings, changes
 if TYPE_CHECKING:
     from podium.trainer.trainer import Trainer
 
+
 @dataclass
 class Record:
     """What the run has measured so far, in all its parts; it is kept with the state, so a resumed run knows it."""
