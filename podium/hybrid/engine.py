@@ -185,17 +185,25 @@ def hand_over_between(engine: Any, generating: nn.Module, **options: Any) -> Han
         kept = {name: value for name, value in options.items() if name.startswith("canary")}
         return SharedHandOver(engine.model, generating, **kept)
     target = own_tensors(generating)
-    prefix = "model." if all("model." + name in tensors for name in target) else ""
+    prefix = _prefix(tensors, target)
     rank = context.rank if context is not None else 0
 
     def moved(names: Iterable[str] | None, **how: Any) -> MovedHandOver:
         return MovedHandOver(tensors, target, rank=rank, rename=lambda name: prefix + name, only=names, **how)
 
-    trained = {name for name, p in generating.named_parameters() if p.requires_grad}
-    if len(trained) == len(dict(generating.named_parameters())):
+    frozen = {name for name, p in engine.model.named_parameters() if not p.requires_grad}
+    trained = [name for name in target if prefix + name not in frozen]
+    if len(trained) == len(target):
         return moved(None, **options)
     moved(None)(engine.policy_version)
-    return moved([name for name in target if name in trained], **options)
+    return moved(trained, **options)
+
+
+def _prefix(tensors: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> str:
+    """What stands before the generation side's names on the training side (`model.` where a role's model is around it)."""
+    first = next(iter(target))
+    ends = [name.removesuffix(first) for name in tensors if name == first or name.endswith("." + first)]
+    return next((prefix for prefix in ends if all(prefix + name in tensors for name in target)), "")
 
 
 def whole_on_every_rank(tensors: Mapping[str, Tensor], ranks: int) -> Layout:

@@ -61,12 +61,6 @@ class RoleNeeds:
         )
 
 
-def _prefix(policy: torch.nn.Module, model: torch.nn.Module) -> str:
-    """What stands before the model's parameters in the names of the policy around it."""
-    found = next((name for name, module in policy.named_modules() if module is model), "")
-    return f"{found}." if found else ""
-
-
 @dataclass(frozen=True)
 class RoleMaker:
     """Builds one role's worker, in the worker's own process. Roles that go there together share what `roles` has loaded."""
@@ -154,19 +148,12 @@ class Roles:
         apart = generates and loss is not None and ranks.shard * ranks.tensor * ranks.sequence > 1
         generating = copy.deepcopy(model).requires_grad_(False) if apart else model
         rollout = self._rollout_engine(generating, settings) if generates else None
-        policy = as_policy(model, self._temperature())
-        prefix = _prefix(policy, model)
-        engine = self._engine("actor", policy, loss)
+        engine = self._engine("actor", as_policy(model, self._temperature()), loss)
         worker = ActorWorker(engine, rollout, sampling_of(settings), self.tokenizer, **self._minibatching(loss))
         if apart:
-            from podium.hybrid.engine import MovedHandOver
+            from podium.hybrid.engine import hand_over_between
 
-            worker.hand_over = MovedHandOver(
-                engine.tensors(),
-                dict(generating.named_parameters()),
-                rank=self.context.rank,
-                rename=lambda name: prefix + name,
-            )
+            worker.hand_over = hand_over_between(engine, generating)
         return worker
 
     def _rollout_engine(self, model: Any, settings: RolloutSettings) -> Any:
