@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from podium import __version__
-from podium.cli import chat, data, evaluate, explain, plan, quickstart, settings, train
+from podium.cli import chat, data, evaluate, explain, export, plan, quickstart, settings, train
 from podium.core.errors import PodiumError
 
 app = typer.Typer(
@@ -24,6 +24,7 @@ app = typer.Typer(
 app.command("quickstart")(quickstart.command)
 app.command("train")(train.command)
 app.command("eval")(evaluate.command)
+app.command("export")(export.command)
 app.command("chat")(chat.command)
 app.command("explain")(explain.command)
 app.command("plan")(plan.command)

@@ -26,6 +26,8 @@ from podium.core.errors import ConfigError
 from podium.core.files import writing
 
 MOST_KEPT, MOST_ALARMS = 20, 1000
+MOST_SAMPLES, NEWEST_SAMPLES = 1000, 200
+"""Steps whose samples are kept: so many in all, the newest so many without a gap."""
 _SAMPLES = re.compile(r"step_(\d+)\.jsonl")
 
 
@@ -36,6 +38,7 @@ class RunFolder:
         self.path = Path(path)
         self._metrics: TextIO | None = None
         self._last_step: int | None = None
+        self._sampled: set[int] | None = None
 
     @classmethod
     def create(cls, root: str | Path, name: str) -> RunFolder:
@@ -152,6 +155,7 @@ class RunFolder:
     def rewind(self, step: int) -> None:
         """Drops what was logged and sampled after `step`: a run resumed from there writes it again."""
         self._keep_metrics(step)
+        self._sampled = None
         for file in self.samples.glob("step_*.jsonl"):
             found = _SAMPLES.fullmatch(file.name)
             if found and int(found[1]) > step:
@@ -172,7 +176,23 @@ class RunFolder:
         path = self.samples / f"step_{step:06d}.jsonl"
         self.samples.mkdir(exist_ok=True)
         _write(path, "".join(json.dumps(_plain(row), ensure_ascii=False) + "\n" for row in rows))
+        self._thin_samples(step)
         return path
+
+    def _thin_samples(self, step: int) -> None:
+        """Holds the number of sample files below `MOST_SAMPLES`: the newest stay, of the older ones every 2nd, 4th, 8th ..."""
+        if self._sampled is None:
+            self._sampled = {int(m[1]) for p in self.samples.glob("step_*.jsonl") if (m := _SAMPLES.fullmatch(p.name))}
+        self._sampled.add(step)
+        if len(self._sampled) <= MOST_SAMPLES:
+            return
+        older = sorted(self._sampled)[:-NEWEST_SAMPLES]
+        stride = 2
+        while sum(s % stride == 0 for s in older) > (MOST_SAMPLES - NEWEST_SAMPLES) // 2:
+            stride *= 2
+        for gone in (s for s in older if s % stride):
+            (self.samples / f"step_{gone:06d}.jsonl").unlink(missing_ok=True)
+            self._sampled.discard(gone)
 
     def keep_nonfinite(self, step: int, rows: Iterable[Mapping[str, Any]]) -> Path | None:
         """All rows of a step whose loss or gradient was not finite; of the first `MOST_KEPT` such steps."""
