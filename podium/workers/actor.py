@@ -58,7 +58,7 @@ class ActorWorker(TrainedRole):
             prompts: with `prompt_ids`; other columns travel along.
             group_size: responses per prompt; they share a `group_id`.
             step: what the samples' seeds are derived from, besides the run's seed, the row and the index in the group;
-                by default the number of calls so far.
+                by default the number of such calls so far.
             round: further rollouts of one step are numbered, so that a prompt that comes again is answered anew.
             temperature: instead of the role's own, for measuring (0 is greedy): training's log-probs are at the role's.
 
@@ -68,8 +68,8 @@ class ActorWorker(TrainedRole):
         """
         if self.rollout is None:
             raise RuntimeError("this actor was built without a rollout engine")
-        step = self.calls if step is None else step
-        self.calls += 1
+        if step is None:  # a step that is given counts nothing: one that broke off leaves no trace
+            step, self.calls = self.calls, self.calls + 1
         batch = number_prompts(prompts).repeat(group_size)
         rows = batch["row_index" if "row_index" in batch else "group_id"].tolist()
         # A row that a step takes twice (at an epoch's end) goes on counting.
