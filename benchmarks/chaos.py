@@ -45,6 +45,7 @@ ALGORITHMS: dict[str, list[str]] = {
     "grpo": ["kl.coef=0.1", "sampling_rounds=2", "optimizer.schedule=linear", "rewards.0.normalize=running"],
 }
 DONE, FAILED = 0, 3
+CHILD_SECONDS = 300
 
 
 @dataclass(frozen=True)
@@ -205,6 +206,7 @@ def child(work: Path, algorithm: str, model: Path, inside: Callable[[], None] | 
     try:
         log = os.open(work / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(log, 1), os.dup2(log, 2)
+        signal.alarm(CHILD_SECONDS)  # one that hangs is a fault of ours: it ends the whole
         if inside is not None:
             inside()
         result = make_trainer(work, algorithm, model).train(resume=_has_checkpoint(work / "run"))
@@ -295,6 +297,8 @@ def torment(
             tally.hit[fault.name] += status != DONE
             if fault.after is not None and status != DONE:
                 fault.after(work / "run", chance)
+        if status == -signal.SIGALRM:
+            raise SystemExit(f"a run hung ({fault.name if fault else 'no fault'}):\n{(work / 'log.txt').read_text()[-3000:]}")
         if status == DONE:
             return used
         if fault is None:

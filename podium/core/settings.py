@@ -414,7 +414,7 @@ class DeadlineSettings(Settings):
     """How long a run waits, in seconds (0: without end). When a deadline passes a report is written, then `action` is taken."""
 
     rollout: float = Field(default=3600.0, ge=0)
-    """A rollout (all its rounds). In other processes `executor.deadline_seconds` holds for it, and for `call`."""
+    """A rollout. In other processes `executor.deadline_seconds` holds for it, and for `call`."""
     reward: float = Field(default=1800.0, ge=0)
     """Scoring a step's responses: reward functions, models, remote scorers, together."""
     call: float = Field(default=3600.0, ge=0)

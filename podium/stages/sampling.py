@@ -56,7 +56,10 @@ class DynamicSamplingStage(Stage):
         for made in range(1, self.rounds + 1):
             prompts = batch if made == 1 else self._more(wanted - groups, context)
             now = replace(context, rollout_round=made - 1)
-            scored = self.reward.run(self.rollout.run(prompts, now), now)
+            with now.watch(self.rollout, prompts):
+                rolled = self.rollout.run(prompts, now)
+            with now.watch(self.reward, rolled):
+                scored = self.reward.run(rolled, now)
             first = first or scored
             rolled_out += len(prompts)
             useful = _numbered(scored.index(with_signal(scored)), groups)
@@ -136,7 +139,9 @@ class GreedyBaselineStage(Stage):
             temperature=0.0,
             on_progress=context.progress_of(self.label),
         )
-        scored = self.reward.score(greedy.result(), context, learn=False)
+        answered = greedy.result()
+        with context.watch(self.reward, answered):
+            scored = self.reward.score(answered, context, learn=False)
         found = torch.full((len(groups),), float("nan")).scatter(0, scored["group_id"], scored["rewards"])
         context.metrics.add("baseline/reward", float(scored["rewards"].sum()), len(scored))
         context.metrics.add("baseline/skipped", float(found.isnan().sum()))

@@ -28,17 +28,15 @@ def run_deadlines(
     """
     limits = {"reward": settings.reward, "data": settings.data, "save": settings.save}
     if local:
-        limits |= {"rollout": settings.rollout, "call": settings.call, "sampling": settings.rollout + settings.reward}
-        if 0 in (settings.rollout, settings.reward):
-            limits["sampling"] = 0.0
+        limits |= {"rollout": settings.rollout, "call": settings.call}
     return Deadlines(limits, folder, note, settings.grace, facts)
 
 
 def kind_of(stage: Stage) -> str:
-    """Which deadline is a stage's, by what it writes."""
+    """Which deadline is a stage's, by what it writes. One that samples and scores has none: its two parts have theirs."""
     scores, samples = bool(_SCORED & set(stage.writes)), "rollout_log_probs" in stage.writes
     if scores and samples:
-        return "sampling"
+        return "parts"
     return "reward" if scores else "rollout" if samples else "call"
 
 
