@@ -10,6 +10,7 @@ from torch import Tensor
 from podium.algorithms._chunked_log_probs import LogitTransform
 
 _BLOCK = 4096
+_BLOCK_OF_SUMS = 2048
 
 
 @triton.jit
@@ -30,29 +31,33 @@ def _statistics(
 ):  # fmt: skip
     """One program a token. Its running maximum, sum of exponentials, and sum of exponentials times logits."""
     row = tl.program_id(0).to(tl.int64)
-    largest = tl.load(LARGEST + row)
-    total = tl.load(TOTAL + row)
-    weighted = 0.0
-    if WITH_ENTROPY:
-        weighted = tl.load(WEIGHTED + row)
     RAW += row * columns
+    # Each lane has sums of its own until the end: a reduction in every round costs more than a second exponential.
+    # They start below any logit that is finite, and not at infinity, whose difference to itself is none.
+    largest = tl.full([BLOCK], -1e30, tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    weighted = tl.zeros([BLOCK], tl.float32)
     for start in range(0, columns, BLOCK):
         at = start + tl.arange(0, BLOCK)
         inside = at < columns
         raw = tl.load(RAW + at, mask=inside, other=0.0).to(tl.float32)
         z = _shaped(raw, BIAS, first + at, inside, before, after, HAS_BIAS, CAPPED)
-        z = tl.where(inside, z, float("-inf"))
-        most = tl.maximum(largest, tl.max(z, 0))
-        e = tl.exp(z - most)
+        z = tl.where(inside, z, -1e30)
+        most = tl.maximum(largest, z)
         old = tl.exp(largest - most)
-        total = total * old + tl.sum(e, 0)
+        e = tl.where(inside, tl.exp(z - most), 0.0)
+        total = total * old + e
         if WITH_ENTROPY:
-            weighted = weighted * old + tl.sum(tl.where(inside, e * z, 0.0), 0)
+            weighted = weighted * old + e * z
         largest = most
-    tl.store(LARGEST + row, largest)
-    tl.store(TOTAL + row, total)
+    before_largest = tl.load(LARGEST + row)
+    most_of_all = tl.maximum(tl.max(largest, 0), before_largest)
+    share = tl.exp(largest - most_of_all)
+    kept = tl.exp(before_largest - most_of_all)
+    tl.store(LARGEST + row, most_of_all)
+    tl.store(TOTAL + row, tl.load(TOTAL + row) * kept + tl.sum(total * share, 0))
     if WITH_ENTROPY:
-        tl.store(WEIGHTED + row, weighted)
+        tl.store(WEIGHTED + row, tl.load(WEIGHTED + row) * kept + tl.sum(weighted * share, 0))
     target = tl.load(TARGETS + row) - first
     if (target >= 0) & (target < columns):
         raw = tl.load(RAW + target).to(tl.float32)
@@ -97,7 +102,7 @@ class Statistics:
         self.targets = targets
         new = torch.zeros(4, len(targets), dtype=torch.float32, device=targets.device)
         self.largest, self.total, self.picked, weighted = new
-        self.largest.fill_(float("-inf"))
+        self.largest.fill_(-1e30)
         self.weighted = weighted if with_entropy else None
 
     def add(self, raw: Tensor, first: int, bias: Tensor | None, transform: LogitTransform) -> None:
@@ -109,7 +114,7 @@ class Statistics:
             raw, raw if bias is None else bias, self.targets, self.largest, self.total,
             self.total if self.weighted is None else self.weighted, self.picked, first, raw.shape[1], before, after,
             HAS_BIAS=bias is not None, CAPPED=transform.softcap is not None, WITH_ENTROPY=self.weighted is not None,
-            BLOCK=_BLOCK, num_warps=8,
+            BLOCK=_BLOCK_OF_SUMS, num_warps=4,
         )  # fmt: skip
 
     def results(self) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -139,5 +144,5 @@ def gradient_(
         raw, raw if bias is None else bias, targets, normaliser, upstream, entropy, of_entropy, first, raw.shape[1],
         before, after, transform.scale / transform.temperature,
         HAS_BIAS=bias is not None, CAPPED=transform.softcap is not None, WITH_ENTROPY=with_entropy is not None,
-        BLOCK=block, num_warps=8,
+        BLOCK=block, num_warps=4,
     )  # fmt: skip

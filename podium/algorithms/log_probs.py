@@ -17,8 +17,8 @@ from podium.algorithms._tiled_log_probs import TiledLogProbs
 # product); the accelerator's are not yet.
 CHUNK_ELEMENTS = {"cpu": 2**26, "accelerator": 2**28}
 BLOCK_ELEMENTS = {"cpu": 2**21, "accelerator": 2**26}
-# Logits in a tile of `TiledLogProbs`: 256 MiB in 16 bits.
-TILE_ELEMENTS = 2**27
+# Logits in a tile of `TiledLogProbs`: 512 MiB in 16 bits.
+TILE_ELEMENTS = 2**28
 
 
 @cache

@@ -76,9 +76,9 @@ def _layer(
     qkv = qkv.unflatten(1, (-1, a.head_dim))
     if hasattr(a, "q_norm"):
         qkv = _heads_normed(a, qkv, heads)
-    q, k, v = (t.transpose(0, 1)[None] for t in Rotate.apply(qkv, heads, cosine, sine))
+    q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in Rotate.apply(qkv, heads, cosine, sine))
     out = context.attend(a, q, k, v, scaling=asked.scaling, sliding_window=asked.windows[a.layer_idx])
-    delta = F.linear(out[0].flatten(1), a.o_proj.weight, a.o_proj.bias)
+    delta = F.linear(out.squeeze(0).flatten(1), a.o_proj.weight, a.o_proj.bias)
     norm = layer.post_attention_layernorm
     mlp = (m.gate_proj.weight, m.up_proj.weight, m.down_proj.weight)
     return GatedMLP.apply(x, delta, norm.weight, norm.variance_epsilon, recompute == "none", *mlp)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from podium.core.errors import ModelError
+from podium.models import cudnn_attention
 from podium.models.shared_attention import SharedPromptAttention, make_layout
 
 # A bucket takes sequences down to this share of its longest: the work on padding, quadratic in the length, stays under 2x.
@@ -204,17 +205,22 @@ class PackedAttention:
         key_starts, most = self._keep("key starts", lambda: _starts(self._whole, query.device))
         # (left, 0) is causal with `left` tokens before one's own; -1 is no limit. The last query stands at the last key.
         left = -1 if window is None else window - 1
-        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        # `squeeze`, not `[0]`: the backward pass of an index fills and copies.
+        q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+        if self.parents is None and window is None and cudnn_attention.fits(q, k):
+            layout = self._keep("cudnn", lambda: cudnn_attention.make_layout(self.lengths, query.device))
+            if layout is not None:
+                return cudnn_attention.CudnnAttention.apply(q, k, v, layout, scaling).unsqueeze(0)
         if self.parents is not None and window is None:
             shared = self._keep("shared", lambda: make_layout(self.lengths, self.parents, query.device))
             if shared is not None:
-                return SharedPromptAttention.apply(q, k, v, shared, scaling)[None]
+                return SharedPromptAttention.apply(q, k, v, shared, scaling).unsqueeze(0)
         if self.parents is not None:
             places = self._keep("key places", lambda: self._key_places().to(query.device))
             k, v = k.index_select(0, places), v.index_select(0, places)
         out = varlen_attn(q, k, v, starts, key_starts, longest, most, scale=scaling, window_size=(left, 0), **_grouped(q, k))
         assert isinstance(out, Tensor)
-        return out[None]
+        return out.unsqueeze(0)
 
     def _key_places(self) -> Tensor:
         """The tokens that each run sees, run by run: its parent's, then its own."""
