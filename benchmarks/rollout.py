@@ -1,10 +1,12 @@
-"""Rollout speed on one GPU: whole requests, prefill and scheduling included, forced lengths, every token's log-prob returned.
+"""Rollout speed on one device: whole requests, prefill and scheduling included, forced lengths, log-probs returned.
 
     python benchmarks/rollout.py --engine native,vllm,hf --workload A,B --model 0.5b,1.5b,7b
+    python benchmarks/rollout.py --device cpu --engine native,hf --workload S --model 135m
 
-Engines alternate in one run, over random bf16 weights of Qwen2.5's shapes. Workloads: A, 256 requests of 100-1024 tokens
-in and 100-1024 out (seeded); B, 128 prompts x 8 samples, 512 + 512; C, 256 x (256 + 256). `hf` (transformers' generate)
-runs C alone: it takes no batch of mixed lengths. An engine that is not installed is skipped, with the reason.
+Engines alternate in one run, over random bf16 weights of Qwen2.5's shapes (135m: SmolLM2's). Workloads: A, 256 requests of
+100-1024 tokens in and 100-1024 out (seeded); B, 128 prompts x 8 samples, 512 + 512; C, 256 x (256 + 256); S, 64 x (32 + 64).
+`hf` (transformers' generate) runs C and S alone: it takes no batch of mixed lengths. `paged` is the native engine with
+pages, `slots` the one without, whatever the device. An engine that is not installed is skipped, with the reason.
 
 The roofline: each step's bytes over this machine's copy bandwidth, or its operations over its matrix rate, whichever is
 longer, summed; weights, keys and values (a shared prompt once) and logits each read once. The last line is one JSON object.
@@ -31,6 +33,8 @@ SHAPES: dict[str, dict[str, Any]] = {
              "num_key_value_heads": 2, "tie_word_embeddings": True},
     "7b": {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
            "num_key_value_heads": 4, "tie_word_embeddings": False},
+    "135m": {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
+             "num_key_value_heads": 3, "tie_word_embeddings": True, "vocab_size": 49152},
 }  # fmt: skip
 VOCABULARY = 151936
 Work = list[tuple[tuple[int, ...], int, int]]
@@ -41,7 +45,7 @@ def workload(name: str) -> Work:
     rng = random.Random(0)
 
     def prompt(length: int) -> tuple[int, ...]:
-        return tuple(rng.randrange(VOCABULARY) for _ in range(length))
+        return tuple(rng.randrange(49152) for _ in range(length))
 
     if name == "A":
         return [(prompt(rng.randint(100, 1024)), rng.randint(100, 1024), i) for i in range(256)]
@@ -50,20 +54,23 @@ def workload(name: str) -> Work:
         return [(p, 512, i) for i, p in enumerate(p for p in prompts for _ in range(8))]
     if name == "C":
         return [(prompt(256), 256, i) for i in range(256)]
+    if name == "S":
+        return [(prompt(32), 64, i) for i in range(64)]
     raise SystemExit(f"no workload {name}")
 
 
 def config_of(size: str) -> Any:
-    from transformers import Qwen2Config
+    from transformers import LlamaConfig, Qwen2Config
 
-    return Qwen2Config(vocab_size=VOCABULARY, max_position_embeddings=32768, **SHAPES[size])
+    kind = LlamaConfig if size == "135m" else Qwen2Config
+    return kind(**{"vocab_size": VOCABULARY, "max_position_embeddings": 32768, **SHAPES[size]})
 
 
-def random_model(size: str) -> Any:
+def random_model(size: str, device: str) -> Any:
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
-    with torch.device("cuda"):
+    with torch.device(device):
         model = AutoModelForCausalLM.from_config(config_of(size), dtype=torch.bfloat16, attn_implementation="sdpa")
     model.generation_config.eos_token_id = None
     return model.eval()
@@ -72,11 +79,14 @@ def random_model(size: str) -> Any:
 # ------------------------------------------------------------------ engines: each returns a function that runs the work
 
 
-def native(model: Any, options: dict[str, Any]) -> Callable[[Work], None]:
+def native(model: Any, options: dict[str, Any], kind: str = "native") -> Callable[[Work], None]:
     from podium.engines.base import Request, SamplingParams
-    from podium.engines.rollout import create_rollout_engine
+    from podium.engines.rollout.native.choose import native_engine
+    from podium.engines.rollout.native.engine import NativeEngine
+    from podium.engines.rollout.native.paged_engine import PagedEngine
 
-    engine: Any = create_rollout_engine("native", model, SimpleNamespace(eos_token_id=None), **options)  # type: ignore[arg-type]
+    make: Any = {"native": native_engine, "slots": NativeEngine, "paged": PagedEngine}[kind]
+    engine = make(model, SimpleNamespace(eos_token_id=None), **options)
 
     def run(work: Work) -> None:
         for prompt, length, seed in work:
@@ -95,7 +105,7 @@ def hf(model: Any, options: dict[str, Any]) -> Callable[[Work], None]:
     from podium.models.lm_head import own_attention
 
     def run(work: Work) -> None:
-        ids = torch.tensor([p for p, _, _ in work], device="cuda")
+        ids = torch.tensor([p for p, _, _ in work], device=model.device)
         with own_attention(model, "sdpa"), torch.no_grad():
             out = model.generate(ids, max_new_tokens=work[0][1], min_new_tokens=work[0][1], do_sample=True, pad_token_id=0)
         assert out.shape[1] == ids.shape[1] + work[0][1]
@@ -124,26 +134,31 @@ def vllm(size: str) -> Callable[[Work], None]:
 # ------------------------------------------------------------------ the roofline
 
 
-def machine() -> tuple[float, float]:
+def machine(device: str) -> tuple[float, float]:
     """Bytes per second of a copy (read and written), and bf16 operations per second, measured here."""
-    big = torch.empty(1 << 31, dtype=torch.int16, device="cuda").random_()
+    count, side = (1 << 31, 8192) if device == "cuda" else (1 << 27, 1024)
+    big = torch.empty(count, dtype=torch.int16, device=device).random_()
     other = torch.empty_like(big)
-    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    a, b = (torch.randn(side, side, device=device).bfloat16() for _ in range(2))
     copy = _median(lambda: other.copy_(big))
     product = _median(lambda: torch.mm(a, b))
-    return 2 * big.numel() * 2 / copy, 2 * 8192**3 / product
+    return 2 * big.numel() * 2 / copy, 2 * side**3 / product
 
 
 def _median(call: Callable[[], Any]) -> float:
     times = []
     for _ in range(8):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
+        _synchronize()
+        start = time.perf_counter()
         call()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) / 1e3)
+        _synchronize()
+        times.append(time.perf_counter() - start)
     return sorted(times)[4]
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def roofline(size: str, work: Work, bandwidth: float, rate: float) -> float:
@@ -154,7 +169,8 @@ def roofline(size: str, work: Work, bandwidth: float, rate: float) -> float:
     )
     width = hidden // heads
     body = layers * (hidden * width * (2 * heads + 2 * kv) + 3 * hidden * s["intermediate_size"])
-    head = hidden * VOCABULARY
+    vocabulary = s.get("vocab_size", VOCABULARY)
+    head = hidden * vocabulary
     kv_bytes = 2 * layers * kv * width * 2
     prompts = {p for p, _, _ in work}
     prefill = sum(2 * body * len(p) + 2 * layers * heads * width * len(p) ** 2 for p in prompts) / rate
@@ -165,7 +181,7 @@ def roofline(size: str, work: Work, bandwidth: float, rate: float) -> float:
         weights = max(2 * (body + head) / bandwidth, 2 * (body + head) * len(live) / rate)
         operations = 4 * layers * heads * width * sum(len(p) + t for p, _ in live)
         keys = max((shared + t * len(live)) * kv_bytes / bandwidth, operations / rate)
-        total += weights + keys + 8 * len(live) * VOCABULARY / bandwidth
+        total += weights + keys + 8 * len(live) * vocabulary / bandwidth
     return total
 
 
@@ -173,10 +189,10 @@ def roofline(size: str, work: Work, bandwidth: float, rate: float) -> float:
 
 
 def timed(run: Callable[[Work], None], work: Work) -> float:
-    torch.cuda.synchronize()
+    _synchronize()
     start = time.perf_counter()
     run(work)
-    torch.cuda.synchronize()
+    _synchronize()
     return time.perf_counter() - start
 
 
@@ -194,12 +210,15 @@ def profile(run: Any, work: Work) -> None:
         print(f"    {spent * 1e3:9.1f} ms {spent / busy:6.1%} {calls:8d} x {spent / calls * 1e6:8.1f} us  {name[:90]}")
 
 
-def engines_of(names: list[str], size: str, options: dict[str, Any]) -> dict[str, Callable[[Work], None]]:
+def engines_of(names: list[str], size: str, device: str, options: dict[str, Any]) -> dict[str, Callable[[Work], None]]:
     made: dict[str, Callable[[Work], None]] = {}
-    model = random_model(size) if {"native", "hf"} & set(names) else None
+    model = random_model(size, device) if set(names) - {"vllm"} else None
     for name in names:
         try:
-            made[name] = vllm(size) if name == "vllm" else {"native": native, "hf": hf}[name](model, options)
+            if name == "vllm":
+                made[name] = vllm(size)
+            else:
+                made[name] = hf(model, options) if name == "hf" else native(model, options, name)
         except ImportError as error:
             print(f"{name} skipped: {error}", flush=True)
     return made
@@ -210,23 +229,26 @@ def main() -> None:
     parser.add_argument("--engine", default="native,vllm")
     parser.add_argument("--workload", default="A,B")
     parser.add_argument("--model", default="0.5b")
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--profile", action="store_true", help="also the time of each kernel (native)")
     parser.add_argument("--option", action="append", default=[], help="name=integer, for the native engine")
     args = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("this benchmark needs a GPU")
-    bandwidth, rate = machine()
-    print(f"{torch.cuda.get_device_name()}: copy {bandwidth / 1e12:.2f} TB/s, bf16 {rate / 1e12:.0f} TFLOP/s", flush=True)
+    if args.device == "cuda" and not torch.cuda.is_available():
+        sys.exit("no GPU here; --device cpu runs on the CPU")
+    bandwidth, rate = machine(args.device)
+    where = torch.cuda.get_device_name() if args.device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    print(f"{where}: copy {bandwidth / 1e9:.1f} GB/s, bf16 {rate / 1e12:.2f} TFLOP/s", flush=True)
     options = {"max_concurrent": 1024, **{k: int(v) for k, v in (o.split("=") for o in args.option)}}
     results: dict[str, Any] = {"bandwidth": bandwidth, "rate": rate, "runs": []}
     for size in args.model.split(","):
-        engines = engines_of(args.engine.split(","), size, options)
+        engines = engines_of(args.engine.split(","), size, args.device, options)
         for name in args.workload.split(","):
             results["runs"].append(measure(engines, size, name, args, bandwidth, rate))
         engines.clear()
         gc.collect()
-        torch.cuda.empty_cache()
+        if args.device == "cuda":
+            torch.cuda.empty_cache()
     print(json.dumps(results))
 
 
@@ -236,7 +258,7 @@ def measure(engines: dict[str, Callable[[Work], None]], size: str, name: str, ar
     times: dict[str, list[float]] = {}
     for turn in range(args.rounds + 1):  # the first warms up: kernels are compiled, graphs recorded
         for engine, run in engines.items():
-            if engine == "hf" and name != "C":
+            if engine == "hf" and name not in "CS":
                 continue
             seconds = timed(run, work)
             print(f"{size} {name} {engine} {turn or 'warm-up'}: {seconds:.2f} s", flush=True)

@@ -79,10 +79,13 @@ def test_graphs_stay_valid_over_new_weights_and_release() -> None:
 
 def test_the_same_samples_when_memory_runs_out() -> None:
     model = tiny_model().cuda()
-    small = PagedEngine(model, TOKENIZER, page_size=16, max_cache_tokens=200, steps_per_look=4)
-    ours = run(small, sampled())
+    rng = random.Random(0)
+    prompts = [tuple(rng.randrange(5, VOCAB_SIZE) for _ in range(8)) for _ in range(8)]
+    requests = [Request(p, SamplingParams(max_new_tokens=40), i) for i, p in enumerate(prompts)]
+    small = PagedEngine(model, TOKENIZER, page_size=16, max_cache_tokens=112, steps_per_look=4)
+    ours = run(small, requests)
     assert small.preemptions
-    _same(ours, run(PagedEngine(model, TOKENIZER), sampled()))
+    _same(ours, run(PagedEngine(model, TOKENIZER), requests))
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 0.01), (torch.float32, 1e-4)])

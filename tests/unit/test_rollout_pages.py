@@ -8,13 +8,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from podium.core.settings import OptimizerSettings
+from podium.core.settings import LoraSettings, OptimizerSettings
 from podium.engines.rollout.native.graphs import bucket_of, splits_of
 from podium.engines.rollout.native.paged_engine import PagedEngine
 from podium.engines.rollout.native.pages import PagePool
 from podium.engines.train.optim import MasterAdamW
+from podium.models.adapters import add_lora
 from podium.models.fused import can_fuse, fuse
-from podium.models.lm_head import use_attention
+from podium.models.lm_head import base_of, use_attention
 from tests.tiny import tiny_model, tiny_tokenizer
 
 
@@ -53,7 +54,7 @@ def test_batches_run_in_few_sizes() -> None:
     assert splits_of(8, 2, [100]) == 1
     assert splits_of(8, 2, [100_000]) == 64
     assert splits_of(1024, 2, [1000] * 1000) == 1
-    assert splits_of(256, 2, [2000, *[200] * 200]) == 8
+    assert splits_of(256, 2, [2000, *[200] * 200]) == 4
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
@@ -92,5 +93,8 @@ def test_what_has_no_fused_form_says_why_and_runs_its_own_modules(caplog: pytest
     assert can_fuse(tiny_model("gemma2").model) == "its layers are Gemma2DecoderLayer"
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     assert "rotary embedding is of type dynamic" in str(can_fuse(tiny_model(rope_parameters=rope).model))
+    adapted = tiny_model()
+    add_lora(adapted, LoraSettings(rank=2))
+    assert "its linear layers are peft." in str(can_fuse(base_of(adapted)))
     PagedEngine(tiny_model("gemma2"), tiny_tokenizer())
     assert "Gemma2ForCausalLM runs its own modules in rollout, slower: its layers are Gemma2DecoderLayer" in caplog.text

@@ -16,7 +16,7 @@ from podium.engines.rollout.native.paged_cache import PagedCache, RowState
 from podium.engines.rollout.native.passes import DecodePass, FusedForward, ModuleForward
 
 # Programs of decode attention: enough for a large GPU when they are alike, and when they are of very different lengths.
-_PROGRAMS, _UNEVEN_PROGRAMS = 1024, 4096
+_PROGRAMS, _UNEVEN_PROGRAMS = 1024, 2048
 _MOST_SPLITS = 64
 
 

@@ -49,9 +49,6 @@ from podium.models.storage import moved_parameters, storage_fingerprint
 
 _log = logging.getLogger(__name__)
 
-# A prefill pass is no longer than this many operations need (10 ms on a large GPU), so that the rows that decode along with
-# it get many tokens; and long enough to hide what starting its kernels one by one takes.
-_PASS_OPERATIONS = 10**13
 # Prompt tokens that are started together: all that fits, but for the host's own lists.
 _START_TOKENS = 1 << 20
 # Rows of logits that a prefill computes at once.
@@ -131,9 +128,6 @@ class PagedEngine:
         forward = self._forward_for(fused, longest)
         self._check(forward)
         self._forward = forward
-        self._pass_tokens = prefill_tokens
-        if isinstance(forward, FusedForward):
-            self._pass_tokens = min(prefill_tokens, max(1024, _PASS_OPERATIONS // (2 * forward.parameters)))
         self._decode = DecodeStep(
             forward, self.head.logits, self._ops, self._cache, self.state, graphs=graphs and self.device.type == "cuda"
         )
@@ -306,10 +300,10 @@ class PagedEngine:
         self.state.tokens_out.fill_(-1)
 
     def _passes(self, starts: list[Start]) -> Iterator[tuple[list[tuple[int, Piece]], list[tuple[int, int]]]]:
-        """Cuts the texts into passes of at most `_pass_tokens`: the pieces, and (place, start) of those that end there."""
+        """Cuts the texts into passes of at most `prefill_tokens`: the pieces, and (place, start) of those that end there."""
         pieces: list[tuple[int, Piece]] = []
         final: list[tuple[int, int]] = []
-        room = self._pass_tokens
+        room = self.prefill_tokens
         for i, start in enumerate(starts):
             at = start.known
             while at < len(start.text):
@@ -321,7 +315,7 @@ class PagedEngine:
                 at = end
                 if not room:
                     yield pieces, final
-                    pieces, final, room = [], [], self._pass_tokens
+                    pieces, final, room = [], [], self.prefill_tokens
         if pieces:
             yield pieces, final
 

@@ -209,11 +209,6 @@ class FusedForward:
     def __init__(self, model: FusedModel, ops: ModuleType) -> None:
         self.model, self.ops = model, ops
 
-    @property
-    def parameters(self) -> int:
-        """Numbers that each token is multiplied with, without embedding and head."""
-        return sum(w.numel() for layer in self.model.layers for w in (layer.qkv, layer.out, layer.gate_up, layer.down))
-
     def __call__(self, step: DecodePass | PrefillPass | MixedPass) -> Tensor:
         """Last hidden states `[N, hidden]` of the pass's tokens."""
         ops, eps = self.ops, self.model.eps
