@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import os
+import subprocess
+import sys
 import time
 
 import pytest
@@ -117,7 +120,7 @@ def executor(**settings):
 
 def test_ray_not_installed(monkeypatch):
     module = importlib.import_module("podium.controller.executors.ray")
-    monkeypatch.setitem(__import__("sys").modules, "ray", None)
+    monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ResourceError, match=r"Ray is not installed\n.*pip install 'podium\[ray\]'"):
         module.RayExecutor().launch({"actor": Player})
 
@@ -126,6 +129,33 @@ def test_an_old_ray(monkeypatch, ray_cluster):
     monkeypatch.setattr(ray_cluster, "__version__", "2.9.1")
     with pytest.raises(ResourceError, match=r"Ray 2.9.1 is installed.*2.50 or later"):
         executor().launch({"actor": Player})
+
+
+def test_no_ray_cluster_answers():
+    """In a process of its own: this one may be connected to a cluster."""
+    code = (
+        "from podium.controller.executors.ray import RayExecutor\n"
+        "try: RayExecutor(address='127.0.0.1:1').launch({'actor': None})\n"
+        "except Exception as error: print(type(error).__name__, error)\n"
+    )
+    pytest.importorskip("ray")
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, env=environment)
+    assert "ResourceError executor.address: no Ray cluster answers at '127.0.0.1:1'" in done.stdout, done.stderr
+    assert "ray start --head" in done.stdout
+
+
+def test_a_cluster_of_another_version(monkeypatch, ray_cluster):
+    module = importlib.import_module("podium.controller.executors.ray")
+
+    def refuse(**given):
+        raise RuntimeError("Version mismatch: The cluster was started with: Ray: 2.40.0 Python: 3.12")
+
+    monkeypatch.setattr(ray_cluster, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray_cluster, "init", refuse)
+    monkeypatch.setattr(module, "_check_answers", lambda address: None)
+    with pytest.raises(ResourceError, match=r"Version mismatch: .*\n.*install the cluster's versions of Ray and Python here"):
+        module.RayExecutor(address="host:6379").launch({"actor": Player})
 
 
 def test_a_pool_larger_than_the_ray_cluster(ray_cluster):

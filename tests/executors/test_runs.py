@@ -89,9 +89,9 @@ def test_pools_on_two_nodes(alone, tmp_path):
     cluster_utils = pytest.importorskip("ray.cluster_utils")
     if ray.is_initialized():
         pytest.skip("another cluster runs in this process: start this test alone (-k two_nodes)")
-    cluster = cluster_utils.Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
+    cluster = cluster_utils.Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
     try:
-        cluster.add_node(num_cpus=1)
+        cluster.add_node(num_cpus=2)
         cluster.wait_for_nodes()
         trainer, result = trained(
             tmp_path,

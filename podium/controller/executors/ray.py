@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -111,15 +112,13 @@ class RayExecutor:
         asked = sum(pool.cpus for pool in self.pool.pools.values()) or self.workers
         local = {} if address else {"num_cpus": max(os.cpu_count() or 1, asked), "include_dashboard": False}
         try:
-            ray.init(address=address, logging_level="warning", configure_logging=False, **local)
-        except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
+            _check_answers(address)
+            ray.init(address=address or "local", logging_level="warning", configure_logging=False, **local)
+        except (OSError, RuntimeError, ValueError) as error:  # (ConnectionError and TimeoutError are OSErrors)
             text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            versions = "ersion" in str(error)
-            remedy = (
-                f"install the cluster's versions of Ray and Python here (Ray {ray.__version__} is installed)"
-                if versions
-                else "start one: ray start --head; or leave the address out for one on this machine"
-            )
+            remedy = "start one: ray start --head; or leave the address out for one on this machine"
+            if "ersion" in str(error):
+                remedy = f"install the cluster's versions of Ray and Python here (Ray {ray.__version__} is installed)"
             what = f"no Ray cluster answers at '{address}': {text}" if address else f"Ray does not start: {text}"
             raise ResourceError(what, where="executor.address", remedy=remedy) from error
         return ray
@@ -366,3 +365,10 @@ def _import_ray() -> Any:
             remedy="pip install --upgrade 'podium[ray]'",
         )
     return ray
+
+
+def _check_answers(address: str | None) -> None:
+    """Raises OSError where nothing listens at `host:port`: Ray itself would try for minutes."""
+    host, _, port = (address or "").partition(":")
+    if port.isdecimal():
+        socket.create_connection((host, int(port)), timeout=10).close()
