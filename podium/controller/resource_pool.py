@@ -175,6 +175,9 @@ class ResourcePool:
 
     def notes(self, device: str, available_gpus: int) -> list[str]:
         """What a user should know when pools resolve to fewer devices than they name."""
+        more = sum(pool.cpus or pool.gpus_per_node * pool.nodes for pool in self.pools.values())
+        if more > 1:
+            return [f"the pools ask for {more} processes; this run has one (executor.kind=ray has several)"]
         asked = sorted({g for pool in self.pools.values() for g in pool.gpus})
         if not asked or (available_gpus == 1 and asked == [0]):
             return []

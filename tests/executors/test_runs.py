@@ -109,6 +109,7 @@ def test_pools_on_two_nodes(alone, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("delay", [0.0, 0.03])
 def test_a_worker_killed_at_any_stage(delay, ray_cluster, tmp_path):
     """Each step another stage loses a worker, before it calls it or while it does; the numbers are those of a quiet run."""
@@ -163,6 +164,17 @@ def test_a_run_that_loses_a_worker_goes_on_by_itself(saved, alone, ray_cluster, 
     trainer.close()
     assert result.steps == 2 and len(calls) == (3 if saved else 4)
     for mine, theirs in zip(rows(result), alone, strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_another_number_of_workers(alone, ray_cluster, tmp_path):
+    """A checkpoint of two workers, resumed in one process."""
+    first = {**settings(tmp_path)["run"], "steps": 1}
+    trainer, result = trained(tmp_path, executor={"kind": "ray", "workers": 2}, run=first)
+    trainer.close()
+    rest = made(tmp_path).train(resume=result.run_folder)
+    for mine, theirs in zip(rows(rest), alone, strict=True):
         assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-5)
 
 

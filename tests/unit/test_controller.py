@@ -92,3 +92,11 @@ def test_the_command_line_s_executor_and_workers():
     assert executor_values("spmd", None) == {"executor": {"kind": "spmd"}}
     with pytest.raises(ConfigError, match=r"2 workers do not go into one process\n.*--executor ray"):
         executor_values("local", 2)
+    from podium.controller.executors import create_executor
+    from podium.core.settings import ExecutorSettings
+
+    with pytest.raises(ConfigError, match="executor.kind=ray"):
+        create_executor(ExecutorSettings(workers=2))
+    assert ResourcePool({"actor": {"cpus": 2}}).notes("cpu", 0) == [
+        "the pools ask for 2 processes; this run has one (executor.kind=ray has several)"
+    ]

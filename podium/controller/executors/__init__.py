@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from podium.controller.resource_pool import ResourcePool
+from podium.core.errors import ConfigError
 from podium.core.settings import ExecutorSettings
 
 
 def create_executor(settings: ExecutorSettings, pool: ResourcePool | None = None, device: str = "auto") -> Any:
     """The executor that the settings name, for a run on `device` (the setting `run.device`).
 
-    Raises ResourceError where it cannot be had (no Ray, no torchrun).
+    Raises ResourceError where it cannot be had (no Ray, no torchrun); ConfigError for several workers in one process.
     """
     if settings.kind == "ray":
         from podium.controller.executors.ray import RayExecutor
@@ -21,6 +22,12 @@ def create_executor(settings: ExecutorSettings, pool: ResourcePool | None = None
         from podium.controller.executors.spmd import SpmdExecutor
 
         return SpmdExecutor(pool, deadline_seconds=settings.deadline_seconds, device=None if device == "auto" else device)
+    if settings.workers > 1:
+        raise ConfigError(
+            f"{settings.workers} workers do not go into one process",
+            where="executor.workers",
+            remedy="executor.kind=ray, or executor.kind=spmd under torchrun",
+        )
     from podium.controller.executors.local import LocalExecutor
 
     return LocalExecutor()
