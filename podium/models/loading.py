@@ -216,6 +216,9 @@ def load_pretrained(
         options: passed to `from_pretrained`.
     """
     source, gguf = _source(path)
+    if not gguf:
+        _refuse_pickle(source)
+        options["use_safetensors"] = True  # of a hub's repository too: a pickle runs what it holds
     dtype = resolve_dtype(dtype, device)
     options |= quantized_loading(quantization, dtype, device)
 
@@ -239,6 +242,18 @@ def load_pretrained(
         )
     model = without_dropout(_without_quantization(model) if gguf else model)
     return model if quantization != "none" else model.to(device)  # a quantised one was put there as it was read
+
+
+def _refuse_pickle(source: str) -> None:
+    """Raises ModelError for a local folder whose weights are there as a pickle only."""
+    folder = Path(source)
+    pickles = sorted(p.name for p in folder.glob("*.bin") if p.name.startswith("pytorch_model")) if folder.is_dir() else []
+    if pickles and not any(folder.glob("*.safetensors")):
+        raise ModelError(
+            f"the weights in '{source}' are a pickle ({pickles[0]}), which can run code; only safetensors are read",
+            where="model.path",
+            remedy="where you trust it: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)",
+        )
 
 
 def without_dropout(model: PreTrainedModel) -> PreTrainedModel:
