@@ -95,7 +95,7 @@ def test_the_command_line_s_executor_and_workers():
     from podium.controller.executors import create_executor
     from podium.core.settings import ExecutorSettings
 
-    with pytest.raises(ConfigError, match="executor.kind=ray"):
+    with pytest.raises(ConfigError, match=r"executor\.kind=ray"):
         create_executor(ExecutorSettings(workers=2))
     assert ResourcePool({"actor": {"cpus": 2}}).notes("cpu", 0) == [
         "the pools ask for 2 processes; this run has one (executor.kind=ray has several)"
