@@ -21,11 +21,10 @@ from typing import Any
 
 import task
 
-from podium import PPOStage, RewardStage, RolloutStage, StepwiseRewardInjector, Trainer, load_reward_model
+from podium import PPOStage, RewardStage, RolloutStage, StepwiseRewardInjector, StepwiseRewardStage, Trainer, load_reward_model
 from podium.models.loading import quiet
 from podium.quickstart.model import save as save_base
 from podium.stages.base import Stage
-from podium.stages.stepwise import StepwiseRewardStage
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--folder", type=Path, default=Path("runs/r1"), help="where everything goes")
@@ -87,7 +86,7 @@ class R1Path:
         del config["rollout"]
         return Trainer(config=config, data=pairs, eval_data=held_out)
 
-    def ppo(self, name: str = "3-ppo", *, actor: str = "1-sft", steps: int = 80) -> Trainer:
+    def ppo(self, name: str = "3-ppo", *, actor: str = "1-sft", steps: int = 60) -> Trainer:
         """PPO: the three heads, scaled as they come and weighed; a calculator on each step; the KL held near its target."""
         rm = load_reward_model(self.home / "2-reward-model" / "model", dtype="float32")
         stages = [
@@ -98,10 +97,10 @@ class R1Path:
                 scaling="dynamic",
             ),
             StepwiseRewardStage(StepwiseRewardInjector(task.check_steps)),
-            PPOStage(kl_controller="adaptive", kl_target=1.2, kl_horizon=1000, use_stepwise_reward=True),
+            PPOStage(kl_controller="adaptive", kl_target=2.0, kl_horizon=1000, use_stepwise_reward=True),
         ]
         batch = {"prompts_per_step": self.rows, "minibatch_sequences": 2 * self.rows}
-        config = self.config(name, steps=steps, lr=4e-4, batch=batch, critic={"lr": 1e-3, "betas": [0.9, 0.98]})
+        config = self.config(name, steps=steps, lr=3e-4, batch=batch, critic={"lr": 1e-3, "betas": [0.9, 0.98]})
         return Trainer(stages=stages, config=config, data=self.problems, eval_data=self.held_out, evaluation=self.truth())
 
     def rejection_sampling(self, name: str = "4-rejection-sampling") -> Trainer:
@@ -113,7 +112,7 @@ class R1Path:
 
     def second_ppo(self, name: str = "5-ppo") -> Trainer:
         """PPO again, from there; its reference is the model that the second round starts with."""
-        return self.ppo(name, actor="4-rejection-sampling", steps=40)
+        return self.ppo(name, actor="4-rejection-sampling", steps=24)
 
     def best_answers(self, model: Path, answers: int) -> list[dict[str, Any]]:
         """Of several answers to each question, the one that the heads like best among those with no wrong step."""

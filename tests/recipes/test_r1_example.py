@@ -91,7 +91,7 @@ def test_same_seed_same_data(modules):
 def test_step_rewards_stand_where_the_step_ends(modules, tokenizer):
     """Items are emoji, of which many are several tokens; a step ends with one."""
     _, task = modules
-    rows = [f"7 + 5 = 12 {item}\n12 − 3 = 8 {item}\nAnswer: 8" for item in task.ITEMS]
+    rows = [f"7 + 5 = 13 {item}\n13 − 3 = 9 {item}\n9 + 1 = 10 {item}\nAnswer: 9" for item in task.ITEMS]
     ids = [[*tokenizer(row).input_ids, tokenizer.eos_token_id] for row in rows]
     batch = Batch({"prompt": ["?"] * len(rows), "response": rows, "response_ids": ids})
     placed = StepwiseRewardInjector(task.check_steps).place(batch, tokenizer)
@@ -99,7 +99,7 @@ def test_step_rewards_stand_where_the_step_ends(modules, tokenizer):
     for row, tokens, values in zip(rows, ids, placed.values.to_list(), strict=True):
         lines = row.split("\n")
         at = [i for i, value in enumerate(values) if value]
-        assert [values[i] for i in at] == [0.5, -0.5]
+        assert [values[i] for i in at] == [-1.0, -1.0]
         for end, text in zip(at, (lines[0], "\n".join(lines[:2])), strict=True):
             assert tokenizer.decode(tokens[: end + 1]) == text  # whole with this token,
             assert tokenizer.decode(tokens[:end]) != text  # and not before it
