@@ -18,7 +18,9 @@ def command(
     cluster: Annotated[
         Path | None, typer.Option(help="A cluster described in YAML (docs/plan.md); by default this machine.")
     ] = None,
-    prompt_tokens: Annotated[float | None, typer.Option(help="Mean prompt length, for the times; by default the longest.")] = None,
+    prompt_tokens: Annotated[
+        float | None, typer.Option(help="Mean prompt length, for the times; by default the longest.")
+    ] = None,
     response_tokens: Annotated[
         float | None, typer.Option(help="Mean response length, for the times; by default rollout.max_new_tokens.")
     ] = None,
@@ -134,7 +136,9 @@ def show(plan: Any) -> None:
     _show_time(plan)
     print(f"host memory  {size(plan.host_bytes)} on the busiest node, of {size(plan.host_memory)}")
     free = f", {size(plan.disk_free)} free" if plan.disk_free is not None else ""
-    print(f"disk         {size(plan.checkpoint_bytes)} a checkpoint, {size(plan.disk_bytes)} with those kept and the model{free}")
+    print(
+        f"disk         {size(plan.checkpoint_bytes)} a checkpoint, {size(plan.disk_bytes)} with those kept and the model{free}"
+    )
     for note in plan.notes:
         print(f"note         {note}")
     print()
@@ -153,7 +157,9 @@ def show_verdict(plan: Any) -> None:
         print("The smallest change that makes it fit:")
         print("  " + " ".join(f"'{c}'" if any(x in c for x in " {[") else c for c in plan.change))
     else:
-        print("No change of micro-batches, layout, precision or adapters makes it fit here: take larger devices or a smaller model.")
+        print(
+            "No change of micro-batches, layout, precision or adapters makes it fit here: take larger devices or a smaller model."
+        )
 
 
 def short(plan: Any) -> str:

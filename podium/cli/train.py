@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import os
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -79,13 +81,28 @@ def command(
 
         trainer.check_files()
         show(settings, trainer, as_json=as_json)
+        _say_plan(settings, trainer)
         return
+    _say_plan(settings, trainer)
     result = _train(trainer, str(given.run) if given.run is not None else resume, accept_changes)
     trainer.close()
     if trainer.executor.writes:
         _report(result, as_json)
     if result.interrupted:
         raise typer.Exit(130)
+
+
+def _say_plan(settings: Any, trainer: Any) -> None:
+    """One line on stderr: the fullest device, the time of a step. A run whose plan cannot be made goes on without."""
+    from podium.cli.plan import plan_of, short
+
+    if os.environ.get("RANK", "0") != "0":  # under torchrun one of them says it
+        return
+    try:
+        line = short(plan_of(settings, graph=trainer.graph))
+    except Exception as error:
+        line = f"plan: none could be made ({str(error).splitlines()[0][:160] if str(error) else type(error).__name__})"
+    print(line, file=sys.stderr)
 
 
 def _values(algorithm: str | None, model: str | None, data: str | None, reward: list[str] | None) -> dict[str, Any]:

@@ -7,7 +7,7 @@ one old tensor, another prompt. The right hypothesis gives back the numbers that
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -52,7 +52,7 @@ class Evidence:
 
     Attributes:
         rollout: log-probs that the rollout recorded.
-        training: those that training computed at the time, where they were recorded.
+        training: those that training computed at the time, of the rows `measured`.
         replay: by the training engine, now, with the weights that the samples claim, at the run's temperature; None where
             those weights are not there any more.
         oracle: the same by the `hf` oracle.
@@ -72,6 +72,24 @@ class Evidence:
     low_precision: float | None = None
     live_gap: float | None = None
     reencoded: int = 0
+    measured: Sequence[int] | None = None
+    """None: all rows."""
+
+    def of_measured(self, rows: Rows) -> Rows:
+        """Those rows that training was recorded of."""
+        return rows if self.measured is None else [rows[i] for i in self.measured]
+
+    def on_measured(self) -> Evidence:
+        """The same of the measured rows alone."""
+        pick = self.of_measured
+        return replace(
+            self,
+            rollout=pick(self.rollout),
+            replay=pick(self.replay) if self.replay is not None else None,
+            oracle=pick(self.oracle) if self.oracle is not None else None,
+            hypotheses=[replace(h, values=pick(h.values)) for h in self.hypotheses],
+            measured=None,
+        )
 
 
 @dataclass(frozen=True)
@@ -108,11 +126,11 @@ def decide(evidence: Evidence) -> Diagnosis:
         return kernel
     worst: list[tuple[float, Side, Rows]] = [(gap(evidence.rollout, evidence.replay), "rollout", evidence.rollout)]
     if evidence.training is not None:
-        worst.append((gap(evidence.training, evidence.replay), "training", evidence.training))
+        worst.append((gap(evidence.training, evidence.of_measured(evidence.replay)), "training", evidence.training))
     distance, side, recorded = max(worst, key=lambda item: item[0])
     if distance <= 3 * evidence.noise:
         return Diagnosis("none", None, "", distance)
-    return _explain(evidence, side, recorded, distance)
+    return _explain(evidence.on_measured() if side == "training" else evidence, side, recorded, distance)
 
 
 def _explain(evidence: Evidence, side: Side, recorded: Rows, distance: float) -> Diagnosis:
@@ -157,13 +175,15 @@ def _kernel_of_training(evidence: Evidence) -> Diagnosis | None:
 def _without_weights(evidence: Evidence) -> Diagnosis:
     """Only what both sides recorded, and whether the engines agree now."""
     if evidence.training is None:
-        return Diagnosis("unknown", None, "training's log-probs were not recorded, and these weights are not there any more", 0.0)
+        return Diagnosis(
+            "unknown", None, "training's log-probs were not recorded, and these weights are not there any more", 0.0
+        )
+    evidence = evidence.on_measured()
+    assert evidence.training is not None
     distance = gap(evidence.rollout, evidence.training)
     if distance <= 3 * evidence.noise:
         return Diagnosis("none", None, "", distance)
-    return _explain(
-        Evidence(**{**vars(evidence), "replay": evidence.training, "training": None}), "rollout", evidence.rollout, distance
-    )
+    return _explain(replace(evidence, replay=evidence.training, training=None), "rollout", evidence.rollout, distance)
 
 
 def _clean_prefix(recorded: Rows, replay: Rows, noise: float) -> str:
@@ -183,7 +203,9 @@ def _clean_prefix(recorded: Rows, replay: Rows, noise: float) -> str:
     if len(late) + clean_rows < 0.75 * len(recorded) or _agreement(recorded, replay, first_bad, bound) > 2 * noise:
         return ""
     middle = sorted(late)[len(late) // 2] if late else 0
-    return f"{len(first_bad)} of {len(recorded)} rows agree up to one token (token {middle} in the middle one) and differ after it"
+    return (
+        f"{len(first_bad)} of {len(recorded)} rows agree up to one token (token {middle} in the middle one) and differ after it"
+    )
 
 
 def _agreement(recorded: Rows, replay: Rows, first_bad: list[int], bound: float) -> float:

@@ -92,11 +92,11 @@ class Replayer:
         """
         replay, oracle = self.training(samples), self.oracle(samples)
         noise = max(NOISE.get(self.dtype, 1e-4), 2 * gap(replay, oracle) if self.dtype != torch.float32 else 0.0)
-        recorded = [s.train_log_probs for s in samples]
-        training = [r for r in recorded if r is not None] if all(r is not None for r in recorded) else None
+        measured = [i for i, s in enumerate(samples) if s.train_log_probs is not None]
+        training = [s.train_log_probs for s in samples if s.train_log_probs is not None] or None
         live = self._live(samples, rollout_engine) if rollout_engine is not None else None
         if not weights_there:
-            return Evidence([s.rollout_log_probs for s in samples], training, noise=noise, live_gap=live)
+            return Evidence([s.rollout_log_probs for s in samples], training, noise=noise, live_gap=live, measured=measured)
         hypotheses = [*self._of_sampling(samples), *self._of_prompts(samples), *self._of_weights(samples)]
         return Evidence(
             rollout=[s.rollout_log_probs for s in samples],
@@ -108,6 +108,7 @@ class Replayer:
             low_precision=self._low_precision(samples, oracle),
             live_gap=live,
             reencoded=sum(self._changes_when_encoded(s) for s in samples),
+            measured=measured,
         )
 
     def _live(self, samples: Sequence[Sample], engine: Any) -> float:
@@ -220,7 +221,6 @@ class Replayer:
         """How far 16 bits are from fp32 on these samples: the same weights, cast."""
         other = torch.bfloat16 if self.dtype == torch.float32 else torch.float32
         kept = {name: p.data for name, p in self.model.named_parameters()}
-        buffers = {name: (b.data, b.dtype) for name, b in self.model.named_buffers()}
         try:
             for p in self.model.parameters():
                 p.data = p.data.to(other)
@@ -228,7 +228,6 @@ class Replayer:
         finally:
             for name, p in self.model.named_parameters():
                 p.data = kept[name]
-            del buffers
 
 
 def _like(parameter: Tensor, value: Tensor) -> Tensor:

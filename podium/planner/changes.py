@@ -64,7 +64,7 @@ def _in_fp32_on_gpu(plan: Plan) -> bool:
 
 def _smaller_microbatches(settings: RecipeSettings, sizes: Sizes) -> Iterator[str]:
     """Halved, down to one sequence of full length."""
-    least, tokens = sizes.prompt + sizes.response, settings.batch.microbatch_tokens
+    least, tokens = sizes.prompt + sizes.response, settings.batch.planned_microbatch_tokens
     while tokens > least:
         tokens = max(least, tokens // 2)
         yield f"batch.microbatch_tokens={tokens}"

@@ -232,8 +232,12 @@ class RoleSpec:
         tokens = -(-tokens // (1 if self.single else self.ranks.sequence))
         keeps = tokens * self.per_token + tokens * self.shape.hidden * self.itemsize * 2
         before = self.gradients if passes > 1 else 0.0
-        top = keeps + before + max(
-            self.head_bytes(responses, backward=True, room=max(0.0, room - keeps - before)), self._layer_transient(tokens)
+        top = (
+            keeps
+            + before
+            + max(
+                self.head_bytes(responses, backward=True, room=max(0.0, room - keeps - before)), self._layer_transient(tokens)
+            )
         )
         layers_grad = self._layer_transient(tokens) + keeps / self.shape.layers
         head_grad = self.itemsize * self.shape.vocabulary * self.shape.hidden if self.full and self.shape.tied else 0.0

@@ -138,7 +138,9 @@ def plan_run(settings: RecipeSettings, needs: Needs, cluster: Cluster, sizes: Si
     _host_and_disk(plan, settings, placed)
     _judge(plan)
     if settings.executor.kind == "local" and sum(pool.devices for pool in pools) > 1:
-        plan.notes.append("executor.kind=local plays on one device; the pools above need executor.kind=ray, or spmd under torchrun")
+        plan.notes.append(
+            "executor.kind=local plays on one device; the pools above need executor.kind=ray, or spmd under torchrun"
+        )
     return plan
 
 
@@ -244,7 +246,9 @@ def _rollout(
     floor = rollout_seconds(actor, pool.device, work, tensor)
     parts.append(Seconds("rollout", pool.name, floor, floor / pool.device.decode_share))
     if copy:
-        pool.phases.append(Phase("hand-over", stays, hand_over_bytes(actor, tensor), "weights to generation, in 256 MiB messages"))
+        pool.phases.append(
+            Phase("hand-over", stays, hand_over_bytes(actor, tensor), "weights to generation, in 256 MiB messages")
+        )
         floor = hand_over_seconds(copy, pool.device, same_node=pool.devices <= per_node)
         parts.append(Seconds("hand-over", pool.name, floor, floor / 0.8))
 
@@ -255,7 +259,7 @@ def _microbatch(role: RoleSpec, settings: RecipeSettings, needs: Needs, sizes: S
     rows = (settings.batch.minibatch_sequences or needs.sequences(settings)) / role.ranks.data_size
     each = sizes.response + sizes.prompt / group
     whole = max(1.0, rows) * each
-    tokens = max(min(settings.batch.microbatch_tokens, whole), sizes.prompt + sizes.response)
+    tokens = max(min(settings.batch.planned_microbatch_tokens, whole), sizes.prompt + sizes.response)
     return int(tokens), int(tokens * sizes.response / each), max(1, int(-(-whole // tokens)))
 
 
@@ -351,4 +355,3 @@ def _judge(plan: Plan) -> None:
 
 def _gb(size: float) -> str:
     return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
-

@@ -139,7 +139,12 @@ class Alarm:
 # Metric, its setting, whether its bound is an upper one, and what it means beyond it.
 _BOUNDS = (
     ("watch/log_prob_gap", "log_prob_gap", True, "training and rollout give the sampled tokens other probabilities"),
-    ("watch/effective_sample_size", "effective_sample_size", False, "few samples carry the update; the rollout's policy is another"),
+    (
+        "watch/effective_sample_size",
+        "effective_sample_size",
+        False,
+        "few samples carry the update; the rollout's policy is another",
+    ),
     ("watch/staleness_max", "staleness", True, "samples are from older weights than allowed"),
     ("watch/entropy", "entropy", False, "the policy has nearly no choice left (entropy collapse)"),
 )

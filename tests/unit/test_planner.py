@@ -276,7 +276,9 @@ def test_the_smallest_change_comes_first(folder: Path) -> None:
 
 
 def test_thousands_of_devices(folder: Path) -> None:
-    pool = "resource_pool={actor: {nodes: 256, gpus_per_node: 8, parallel: {shard: 64}}, reference: {nodes: 2, gpus_per_node: 8}}"
+    pool = (
+        "resource_pool={actor: {nodes: 256, gpus_per_node: 8, parallel: {shard: 64}}, reference: {nodes: 2, gpus_per_node: 8}}"
+    )
     cluster = "{nodes: 300, devices_per_node: 8, device: H100, host_memory_gb: 1000}"
     plan = planned(cluster, pool, "batch.prompts_per_step=4096", "executor.kind=ray")
     assert plan.fits, plan.problems
