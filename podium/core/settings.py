@@ -273,8 +273,23 @@ class BatchSettings(Settings):
     """Sequences per optimizer update; 0: all of a step, one update."""
     epochs: int = Field(default=1, gt=0)
     """Passes over a step's sequences."""
-    microbatch_tokens: int = Field(default=8192, gt=0)
-    """Tokens in one forward and backward pass. Changes memory and speed, never the gradient."""
+    microbatch_tokens: int | Literal["auto"] = 8192
+    """Tokens in one forward and backward pass; auto: as many as memory has room for, found by running one. Changes memory and
+    speed, never the gradient."""
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    """What the backward pass computes again instead of keeping it: MLPs (selective) or whole layers (full)."""
+
+    @field_validator("microbatch_tokens")
+    @classmethod
+    def _holds_a_token(cls, tokens: int | str) -> int | str:
+        if isinstance(tokens, int) and tokens < 1:
+            raise ValueError("must be at least 1, or auto")
+        return tokens
+
+    @property
+    def planned_microbatch_tokens(self) -> int:
+        """`microbatch_tokens`, or what a plan assumes for `auto`."""
+        return 8192 if self.microbatch_tokens == "auto" else self.microbatch_tokens
 
     @property
     def sequences_per_step(self) -> int:

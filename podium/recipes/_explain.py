@@ -44,12 +44,12 @@ def explain(settings: RecipeSettings) -> list[tuple[str, str, str]]:
         )
         if rounds := getattr(settings, "sampling_rounds", 0):
             rows.append(("rollouts per step", f"at most {rounds}", "sampling_rounds: groups without signal are replaced"))
-        micro = -(-(longest * per_update) // batch.microbatch_tokens)
+        micro = -(-(longest * per_update) // batch.planned_microbatch_tokens)
         rows.append(
             (
                 "micro-batches per update",
                 f"at most about {micro}",
-                f"{per_update} sequences x {longest:,} tokens / batch.microbatch_tokens {batch.microbatch_tokens:,}",
+                f"{per_update} sequences x {longest:,} tokens / batch.microbatch_tokens {batch.planned_microbatch_tokens:,}",
             )
         )
     rows += [

@@ -213,6 +213,8 @@ class Roles:
 
     def _engine(self, role: str, model: Any, loss: Loss | None, optimizer: OptimizerSettings | None = None) -> Any:
         backend = self.backends.get(role, "single")
+        if loss is not None:
+            model.recompute = self.settings.batch.activation_checkpointing
         options: dict[str, Any] = {
             "optimizer": (optimizer or self.settings.optimizer) if loss is not None else None,
             "microbatch_tokens": self.settings.batch.microbatch_tokens,
@@ -220,6 +222,12 @@ class Roles:
         }
         if backend == "single" and loss is None:  # what never trains needs nothing that keeps its copies together
             return TRAIN_ENGINES.get("single")(model, **options)
+        if options["microbatch_tokens"] == "auto" and self.context.world_size > 1:
+            raise ConfigError(
+                "microbatch_tokens: auto measures one device, and this role is on several",
+                where="batch.microbatch_tokens",
+                remedy="give a number",
+            )
         return create_train_engine(backend, model, context=self.context, **options)
 
     @property

@@ -108,6 +108,12 @@ class MasterAdamW:
         """The learning rate of the next update."""
         return lr_at(self.settings, self.updates, self.total_updates)
 
+    @property
+    def moment_bytes(self) -> int:
+        """Memory of the two moments."""
+        each = 2 if self.settings.states == "8bit" else 8
+        return each * sum(master.numel() for master in self._masters.values())
+
     def zero_grad(self) -> None:
         for master in self._masters.values():
             master.grad = None

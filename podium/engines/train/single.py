@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
-from typing import Any, Protocol
+from functools import cached_property, partial
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from podium.core.batch import Batch, Ragged
 from podium.core.errors import BatchError, CheckpointError, ConfigError
 from podium.core.metrics import Metrics
 from podium.core.settings import OptimizerSettings
+from podium.engines.train.budget import TRIAL, UNMEASURED, measured_budget
 from podium.engines.train.microbatch import plan
 from podium.engines.train.optim import MasterAdamW
 from podium.engines.train.running import RunningSums
@@ -41,6 +42,7 @@ class SingleDeviceEngine:
         optimizer: the rates; None for a model that is never updated (reference, reward).
         microbatch_tokens: prompt and response tokens in one forward (and backward) pass; a prompt that rows share counts
             once, as it runs once (for each of them in a model of padded rows). It changes memory and speed, never the gradient.
+            auto: the first update finds out how many fit (see `budget`).
         total_updates: the run's updates; needed for schedules that decay.
     """
 
@@ -49,7 +51,7 @@ class SingleDeviceEngine:
         model: nn.Module,
         *,
         optimizer: OptimizerSettings | None = None,
-        microbatch_tokens: int = 8192,
+        microbatch_tokens: int | Literal["auto"] = 8192,
         total_updates: int | None = None,
     ) -> None:
         self.model: Any = model
@@ -118,20 +120,22 @@ class SingleDeviceEngine:
             )
         weighted, weights_name, counted = self._weighted(minibatch, loss)
         tokens = _tokens(minibatch)
+        if self.microbatch_tokens == "auto" and counted:
+            self.microbatch_tokens = self._measured_budget(weighted, loss, weights_name, tokens)
         sums = RunningSums()
         self._optimizer.zero_grad()
         for rows in self._parts(minibatch, tokens, loss.keep_together) if counted else []:
             self._backward(weighted.index(rows), loss, weights_name, sums)
+        lr = self._optimizer.lr
+        # The step comes before anything is read: each reading waits for the device.
+        report = self._optimizer.step() if counted else None
+        applied = report is not None and report.applied
         metrics = Metrics()
         for name, total in self._over_ranks({**sums.read(), "tokens": float(tokens.sum())}).items():
             metrics.add(name, total, 1 if name in ("loss", "tokens") else counted)
-        metrics.add("lr", self._optimizer.lr)
-        applied = False
-        if counted:
-            report = self._optimizer.step()
-            applied = report.applied
-            if applied:
-                metrics.add("grad_norm", report.grad_norm)
+        metrics.add("lr", lr)
+        if report is not None and applied:
+            metrics.add("grad_norm", report.grad_norm)
         metrics.add("skipped_updates", float(not applied))
         self.policy_version = self._optimizer.updates
         return metrics
@@ -149,7 +153,18 @@ class SingleDeviceEngine:
     def _parts(self, batch: Batch, tokens: Tensor, keep_together: str | None = None) -> list[Tensor]:
         """The rows of each forward pass."""
         units = batch[keep_together] if keep_together else None
-        return plan(tokens, self.microbatch_tokens, units, self._shared_prompts(batch))
+        most = UNMEASURED if self.microbatch_tokens == "auto" else self.microbatch_tokens
+        return plan(tokens, most, units, self._shared_prompts(batch))
+
+    def _measured_budget(self, weighted: Batch, loss: Loss, weights_name: str, tokens: Tensor) -> int:
+        """The tokens that fit into one pass, from a trial with the first rows; its gradient is thrown away."""
+        optimizer, device = self._optimizer, next(self.model.parameters()).device
+        assert optimizer is not None
+        units = weighted[loss.keep_together] if loss.keep_together else None
+        part = weighted.index(plan(tokens, TRIAL, units, self._shared_prompts(weighted))[0])
+        later = 0 if optimizer.updates else optimizer.moment_bytes
+        run = partial(self._backward, part, loss, weights_name, RunningSums())
+        return measured_budget(run, len(packed_row(part).ids), device, later)
 
     # ------------------------------------------------------------------ one micro-batch
 
