@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -29,16 +30,25 @@ def on_ranks(function: Callable[..., Any], ranks: int, *args: Any, timeout: floa
         ]
         for worker in workers:
             worker.start()
-        for worker in workers:
-            worker.join(timeout)
-        for worker in workers:
-            if worker.is_alive():
-                worker.terminate()
+        _wait(workers, Path(folder), timeout)
         results = [_read(Path(folder) / str(rank)) for rank in range(ranks)]
         failed = [f"rank {rank}:\n{error}" for rank, (error, _) in enumerate(results) if error]
         if failed:
             raise RuntimeError("\n".join(failed))
         return [value for _, value in results]
+
+
+def _wait(workers: list[Any], folder: Path, timeout: float) -> None:
+    """Until all have ended, one has failed (the others may wait for it in a collective), or the time is up."""
+    end = time.monotonic() + timeout
+    while any(worker.is_alive() for worker in workers) and time.monotonic() < end:
+        workers[0].join(0.2)
+        written = [folder / str(rank) for rank in range(len(workers)) if (folder / str(rank)).exists()]
+        if any(_read(path)[0] for path in written):
+            end = min(end, time.monotonic() + 5)
+    for worker in workers:
+        if worker.is_alive():
+            worker.terminate()
 
 
 def _read(path: Path) -> tuple[str | None, Any]:

@@ -22,9 +22,12 @@ from podium.engines.train import SingleDeviceEngine
 from podium.engines.train.sharded import ShardedEngine
 from podium.models.heads import ActorModel, CriticModel
 from podium.models.loading import load_causal_lm
+from podium.models.own import OwnActor
 from tests.parallel.processes import context_of, on_ranks
 from tests.properties.test_train_invariance import CASES, shared_rows
 from tests.tiny import tiny_model
+from tests.unit.test_models_own import Mixer
+from tests.unit.test_models_padded import small
 
 Steps = list[dict[str, float]]
 Sizes = dict[str, int]
@@ -35,7 +38,7 @@ OPTIMIZER = OptimizerSettings(lr=1e-3, eps=1e-5, weight_decay=0.1, max_grad_norm
 STEPS = 3
 AXES = ("data", "shard", "tensor", "sequence")
 LOSSES = ("policy", "policy, sequence means", "value", "pairwise reward")
-FAMILIES = ("llama", "qwen3", "mistral", "gemma2", "gemma3")
+FAMILIES = ("qwen3", "mistral", "gemma2", "gemma3")
 FOUR: list[Sizes] = [
     {"shard": 2, "tensor": 2},
     {"data": 2, "shard": 2},
@@ -62,15 +65,21 @@ def case_of(name: str) -> tuple[Callable[[], nn.Module], Loss]:
         return CASES[name]
     if name == "lora":
         return lora_actor, supervised_loss()
+    if name == "lora over bf16":
+        return lambda: lora_actor(torch.bfloat16), supervised_loss()
     if name == "critic in bf16 with a head in fp32":
         return mixed_critic, CASES["value"][1]
+    if name == "padded rows":
+        return lambda: ActorModel(small("bloom")), supervised_loss()
+    if name == "a class of one's own":
+        return lambda: OwnActor(Mixer()), supervised_loss()
     return lambda: ActorModel(tiny_model(name)), policy_loss(kl_coef=0.1)
 
 
-def lora_actor() -> nn.Module:
+def lora_actor(dtype: torch.dtype = torch.float32) -> nn.Module:
     from podium.models.adapters import add_lora
 
-    model = tiny_model("llama")
+    model = tiny_model("llama", dtype=dtype)
     torch.manual_seed(3)
     add_lora(model, LORA)
     return ActorModel(model)
@@ -112,7 +121,9 @@ def assert_same(got: Steps, want: Steps, tolerance: float = 1e-5) -> None:
 
 TWO = [(name, {axis: 2}) for name in LOSSES for axis in AXES]
 TWO += [(family, {axis: 2}) for family in FAMILIES for axis in ("tensor", "sequence")]
-TWO += [("lora", {"shard": 2}), ("lora", {"sequence": 2}), ("critic in bf16 with a head in fp32", {"shard": 2})]
+TWO += [("lora", {"shard": 2}), ("lora", {"sequence": 2}), ("lora over bf16", {"shard": 2})]
+TWO += [(name, {axis: 2}) for name in ("padded rows", "a class of one's own") for axis in ("data", "shard")]
+TWO += [("critic in bf16 with a head in fp32", {"shard": 2})]
 
 
 def two_ranks(rank: int, folder: str) -> dict[str, Any]:
@@ -203,7 +214,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def two(folder: Path) -> list[dict[str, Any]]:
-    return on_ranks(two_ranks, 2, str(folder))
+    return on_ranks(two_ranks, 2, str(folder), timeout=280)
 
 
 @pytest.mark.parametrize(("name", "sizes"), TWO, ids=lambda value: "-".join(value) if isinstance(value, dict) else value)

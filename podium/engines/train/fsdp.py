@@ -15,6 +15,9 @@ from podium.engines.train.tensor_parallel import decoder_layers
 def apply_fsdp(model: nn.Module, base: nn.Module, mesh: Any, method: str) -> None:
     """Shards a role's model over the mesh, in place: a unit for each decoder layer, one for the rest.
 
+    A model of padded rows (or of the user's own) is one unit: it runs its layers as often as its rows need, and ranks that
+    gathered a layer at each of these times would wait for each other for ever.
+
     What trains is stored in fp32 (its own master) and gathered in the dtype that it had; gradients are reduced in fp32.
 
     Args:
@@ -24,7 +27,7 @@ def apply_fsdp(model: nn.Module, base: nn.Module, mesh: Any, method: str) -> Non
     from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 
     _check(model)
-    units: list[nn.Module] = list(decoder_layers(base) or [])
+    units: list[nn.Module] = list(decoder_layers(base) or []) if getattr(model, "packs", False) else []
     # A head that computes in another dtype than the base is a unit of its own.
     main = _dtypes(base.parameters())
     heads = [m for m in model.children() if base not in set(m.modules())]
