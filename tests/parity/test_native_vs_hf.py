@@ -10,6 +10,7 @@ import torch
 from podium.engines.base import Request, RolloutEngine, SamplingParams, Trajectory
 from podium.engines.rollout.hf import HFEngine
 from podium.engines.rollout.native.engine import NativeEngine
+from podium.engines.rollout.native.paged_engine import PagedEngine
 from tests.tiny import FAMILIES, VOCAB_SIZE, tiny_model, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
@@ -50,6 +51,22 @@ def test_greedy_tokens_and_log_probs(family: str) -> None:
     theirs = run(HFEngine(model, TOKENIZER), requests)
     ours = run(NativeEngine(model, TOKENIZER, max_concurrent=5), requests)
     assert_same(ours, theirs)
+
+
+SIZES: list[dict[str, object]] = [
+    {},
+    {"hidden_size": 96, "num_hidden_layers": 3, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 16},
+]
+
+
+@pytest.mark.parametrize("size", SIZES, ids=["small", "larger"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_and_log_probs_over_pages(family: str, size: dict[str, object]) -> None:
+    model = tiny_model(family, **size)
+    requests = mixed_requests()
+    theirs = run(HFEngine(model, TOKENIZER), requests)
+    paged = PagedEngine(model, TOKENIZER, max_concurrent=6, page_size=8, prefill_tokens=40, steps_per_look=5)
+    assert_same(run(paged, requests), theirs)
 
 
 def test_early_stops_are_there() -> None:

@@ -20,31 +20,29 @@ import logging
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import count
-from types import ModuleType
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from podium.core.errors import ModelError, RolloutError
+from podium.core.errors import RolloutError
 from podium.engines.base import Request, Trajectory
 from podium.engines.rollout.native.engine import Counters
 from podium.engines.rollout.native.graphs import DecodeStep, bucket_of, splits_of
+from podium.engines.rollout.native.looks import Look, draw, truncates
 from podium.engines.rollout.native.memory import cache_pages
-from podium.engines.rollout.native.paged_cache import PagedCache, RowState, to_device
+from podium.engines.rollout.native.paged_cache import RowState, to_device
 from podium.engines.rollout.native.paged_scheduler import PagedScheduler, Row, Start
 from podium.engines.rollout.native.pages import PagePool
-from podium.engines.rollout.native.passes import DecodePass, FusedForward, MixedPass, ModuleForward, Piece, PrefillPass
+from podium.engines.rollout.native.passes import DecodePass, FusedForward, MixedPass, PrefillPass, passes_of
+from podium.engines.rollout.native.prepare import cache_for, check, forward_for, operations
 from podium.engines.rollout.native.scheduler import STOPS, Sequence
 from podium.engines.rollout.requests import Limits
 from podium.engines.rollout.stopping import StopRule, end_token_ids
 from podium.models.attention import IMPLEMENTATION, use_podium_attention
-from podium.models.fused import can_fuse, fuse
-from podium.models.lm_head import base_of, lm_head_of, podium_attention, verify_head
-from podium.models.packed import Packed
+from podium.models.lm_head import base_of, lm_head_of
 from podium.models.storage import moved_parameters, storage_fingerprint
 
 _log = logging.getLogger(__name__)
@@ -53,18 +51,6 @@ _log = logging.getLogger(__name__)
 _START_TOKENS = 1 << 20
 # Rows of logits that a prefill computes at once.
 _LOGITS_ROWS = 256
-
-
-@dataclass
-class Look:
-    """Tokens on their way to the host: `tokens [steps, rows]` (-1: none) and log-probs, there once `event` is."""
-
-    rows: list[Row]
-    steps: int
-    tokens: Tensor
-    scores: Tensor
-    event: torch.cuda.Event | None
-    version: int
 
 
 class PagedEngine:
@@ -76,7 +62,7 @@ class PagedEngine:
     Args:
         max_concurrent: sequences decoded at once.
         prefill_tokens: prompt tokens in one forward pass, at most; longer prompts take several.
-        max_cache_tokens: bound on the cache, in tokens; None: nine tenths of the memory that is free when it is taken.
+        max_cache_tokens: bound on the cache, in tokens; None: 0.85 of the memory that is free when it is taken.
         page_size: tokens on a page (a power of two).
         steps_per_look: decode steps between two looks of the host. `step` advances a request by at most so many tokens.
         graphs: replay CUDA graphs; False runs each operation as it is written (the plain path).
@@ -122,14 +108,14 @@ class PagedEngine:
         self._ids = count()
         self._ends = end_token_ids(model, tokenizer)
         self._limits = Limits.within_one_rotation(model)
-        self._cache = _cache_for(self.base, page_size)
+        self._cache = cache_for(self.base, page_size)
         longest = self._limits.positions or 1 << 20
         self.state = RowState(max_concurrent, -(-longest // page_size), steps_per_look, self.device)
-        forward = self._forward_for(fused, longest)
-        self._check(forward)
-        self._forward = forward
+        self._forward = forward_for(model, self._ops, longest, fused=fused)
+        with self._generating():
+            check(model, self._forward, self._ops, self._cache)
         self._decode = DecodeStep(
-            forward, self.head.logits, self._ops, self._cache, self.state, graphs=graphs and self.device.type == "cuda"
+            self._forward, self.head.logits, self._ops, self._cache, self.state, graphs=graphs and self.device.type == "cuda"
         )
         self._storage = storage_fingerprint(model)
 
@@ -266,7 +252,7 @@ class PagedEngine:
         self.state.upload(slot)
         self._show_pages()
         running = slots[0][0]
-        for pieces, final in self._passes(starts):
+        for pieces, final in passes_of(starts, self.prefill_tokens):
             step = PrefillPass(self._ops, self._cache, [piece for _, piece in pieces], self.device)
             hidden = self._forward_with(running, step)
             self.counters.prefill_tokens += len(step.ids)
@@ -288,36 +274,16 @@ class PagedEngine:
         self._new_window()
         at = self.state.all_slots[:running]
         for start in range(0, running, _LOGITS_ROWS):
-            part = at[start : start + _LOGITS_ROWS]
-            logits = self.head.logits(hidden[start : min(running, start + _LOGITS_ROWS)])
-            self._draw(logits, self.state.all_slots[: len(part)], part, rows[start : start + _LOGITS_ROWS])
+            end = min(running, start + _LOGITS_ROWS)
+            logits = self.head.logits(hidden[start:end])
+            draw(self._ops, logits, self.state.all_slots[: end - start], at[start:end], rows[start:end], self.state)
         self.counters.decode_steps += 1
-        self._look(rows, 1, at)
+        self._looks.append(Look.at(self.state, rows, 1, at, self.policy_version))
         return hidden[running:]
 
     def _new_window(self) -> None:
         self.state.written.zero_()
         self.state.tokens_out.fill_(-1)
-
-    def _passes(self, starts: list[Start]) -> Iterator[tuple[list[tuple[int, Piece]], list[tuple[int, int]]]]:
-        """Cuts the texts into passes of at most `prefill_tokens`: the pieces, and (place, start) of those that end there."""
-        pieces: list[tuple[int, Piece]] = []
-        final: list[tuple[int, int]] = []
-        room = self.prefill_tokens
-        for i, start in enumerate(starts):
-            at = start.known
-            while at < len(start.text):
-                end = min(len(start.text), at + room)
-                pieces.append((i, Piece(start.text, start.rows[0].pages, at, end)))
-                if end == len(start.text):
-                    final.append((len(pieces) - 1, i))
-                room -= end - at
-                at = end
-                if not room:
-                    yield pieces, final
-                    pieces, final, room = [], [], self.prefill_tokens
-        if pieces:
-            yield pieces, final
 
     def _first_tokens(self, hidden: Tensor, starts: list[Start], slots: list[list[int]]) -> None:
         """Draws the first token of every row of these starts from each start's last hidden state `[S, hidden]`."""
@@ -337,8 +303,8 @@ class PagedEngine:
             which = np.repeat(np.arange(len(part)), [len(start.rows) for start in part])
             on_device = self.state.start([slot for group in places for slot in group], lengths)
             logits = self.head.logits(hidden[at : at + _LOGITS_ROWS])
-            self._draw(logits, to_device(which, self.device), on_device, rows)
-            self._look(rows, 1, on_device)
+            draw(self._ops, logits, to_device(which, self.device), on_device, rows, self.state)
+            self._looks.append(Look.at(self.state, rows, 1, on_device, self.policy_version))
 
     def _set_row(self, slot: int, row: Row) -> None:
         request = row.sequence.request
@@ -377,44 +343,16 @@ class PagedEngine:
         bucket = bucket_of(len(rows), self._scheduler.max_concurrent)
         splits = splits_of(bucket, self._cache.kv_heads, [row.reach + steps for row in rows])
         self._new_window()
-        truncated = any(_truncates(row) for row in rows)
+        truncated = any(truncates(row) for row in rows)
         for _ in range(steps):
             logits = self._decode(bucket, splits, draw=not truncated)
             if truncated:
                 assert logits is not None
                 at = self.state.all_slots[: len(rows)]
-                self._draw(logits, at, at, rows)
+                draw(self._ops, logits, at, at, rows, self.state)
         self.counters.decode_steps += steps
-        self._look(rows, steps, self.state.all_slots[: len(rows)])
+        self._looks.append(Look.at(self.state, rows, steps, self.state.all_slots[: len(rows)], self.policy_version))
         return True
-
-    def _draw(self, logits: Tensor, which: Tensor, slots: Tensor, rows: list[Row]) -> None:
-        """Draws for `rows`, whose slots are given; by way of torch where one of them truncates."""
-        if not any(_truncates(row) for row in rows):
-            self._ops.sample(logits, which, slots, self.state)
-            return
-        from podium.engines.rollout.native import plain
-
-        size = len(self.state.temperature)
-        settings = np.zeros((3, size))
-        settings[1] = 1.0
-        for slot, row in zip(slots.tolist(), rows, strict=True):
-            s = row.sequence.request.sampling
-            settings[:, slot] = s.top_k, s.top_p, s.min_p
-        top_k, top_p, min_p = to_device(settings, self.device)
-        plain.sample(logits, which, slots, self.state, (top_k.long(), top_p.float(), min_p.float()))
-
-    def _look(self, rows: list[Row], steps: int, slots: Tensor) -> None:
-        """Starts the way of the rows' tokens to the host."""
-        tokens, scores = self.state.tokens_out[:steps, slots], self.state.scores_out[:steps, slots]
-        event = None
-        if self.device.type == "cuda":
-            tokens, scores = (_to_host(x) for x in (tokens, scores))
-            event = torch.cuda.Event()
-            event.record()
-        for row in rows:
-            row.under_way += steps
-        self._looks.append(Look(rows, steps, tokens, scores, event, self.policy_version))
 
     def _read_all(self) -> None:
         while self._looks:
@@ -422,26 +360,17 @@ class PagedEngine:
 
     def _read(self, look: Look) -> None:
         """Gives the rows their tokens; takes out those that end."""
-        if look.event is not None:
-            look.event.synchronize()
-        tokens, scores = look.tokens.numpy(), look.scores.numpy()
-        written = (tokens >= 0).sum(0)
-        bad_at = np.where((tokens >= 0) & ~np.isfinite(scores), 1, 0)
-        ends = np.where(bad_at.any(0), bad_at.argmax(0), written)
         bad: list[Row] = []
-        columns, log_probs = tokens.T.tolist(), scores.T.tolist()
-        for i, row in enumerate(look.rows):
-            row.under_way -= look.steps
+        for row, tokens, log_probs, broke in look.read():
             if row.ended:
                 continue
-            end = int(ends[i])
             before = len(row.sequence.tokens)
-            reason = row.sequence.extend(columns[i][:end], log_probs[i][:end], look.version)
+            reason = row.sequence.extend(tokens, log_probs, look.version)
             self.counters.sampled_tokens += len(row.sequence.tokens) - before
             if reason is not None:
                 self._finished.append(row.sequence.trajectory(reason))
                 self._scheduler.end(row)
-            elif end < written[i]:
+            elif broke:
                 bad.append(row)
         if bad:
             self._scheduler.preempt(bad)
@@ -451,41 +380,6 @@ class PagedEngine:
                 "(NaN, +inf, or all -inf)",
                 remedy="look for NaN in the weights (a too high learning rate?), or use float32",
             )
-
-    # ------------------------------------------------------------------ the model
-
-    def _forward_for(self, fused: bool, positions: int) -> FusedForward | ModuleForward:
-        reason = can_fuse(self.base) if fused else "fused=False"
-        if reason is None:
-            with podium_attention(self.model):
-                return FusedForward(fuse(self.base, positions), self._ops)
-        if fused:
-            _log.warning("%s runs its own modules in rollout, slower: %s", type(self.model).__name__, reason)
-        return ModuleForward(self.base)
-
-    def _check(self, forward: FusedForward | ModuleForward) -> None:
-        """Compares with the model's own attention on a few tokens, through the cache. Raises ModelError where they differ."""
-
-        def hidden_of(base: PreTrainedModel, packed: Packed) -> Tensor:
-            texts, counts = _texts(packed)
-            size = self._cache.page_size
-            each = -(-max(map(len, texts)) // size)
-            self._cache.allocate(each * len(texts))
-            pieces = [Piece(text, list(range(i * each, (i + 1) * each)), 0, len(text)) for i, text in enumerate(texts)]
-            hidden = forward(PrefillPass(self._ops, self._cache, pieces, self.device))
-            parts = hidden.split([len(text) for text in texts])
-            return torch.cat([part[-n:] for part, n in zip(parts, counts, strict=True)])
-
-        try:
-            with podium_attention(self.model), self._generating():
-                verify_head(self.model, hidden_of)
-        except ModelError as error:
-            raise ModelError(
-                f"the native rollout engine cannot run {type(self.model).__name__}: {error.what}",
-                remedy="set rollout.engine=hf",
-            ) from error
-        finally:
-            self._cache.pages = None
 
     @contextmanager
     def _generating(self) -> Iterator[None]:
@@ -502,41 +396,3 @@ class PagedEngine:
         finally:
             for module in training:
                 module.training = True
-
-
-def operations(device: torch.device) -> ModuleType:
-    """The layers' small operations for a device: `kernels` (Triton) on CUDA, `plain` (torch) elsewhere."""
-    if device.type == "cuda":
-        from podium.engines.rollout.native import kernels
-
-        return kernels
-    from podium.engines.rollout.native import plain
-
-    return plain
-
-
-def _cache_for(base: PreTrainedModel, page_size: int) -> PagedCache:
-    config = base.config.get_text_config()
-    heads = config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    dtype = base.get_input_embeddings().weight.dtype
-    return PagedCache(config.num_hidden_layers, kv_heads, width, page_size, dtype, base.device)
-
-
-def _texts(packed: Packed) -> tuple[list[tuple[int, ...]], list[int]]:
-    """Each run of a packed row with its parent's tokens before it, and how many tokens are its own."""
-    runs = [tuple(run.tolist()) for run in packed.ids.split(packed.lengths.tolist())]
-    parents = packed.parents.tolist()
-    return [(runs[p] if p >= 0 else ()) + run for run, p in zip(runs, parents, strict=True)], packed.lengths.tolist()
-
-
-def _truncates(row: Row) -> bool:
-    s = row.sequence.request.sampling
-    return bool(s.temperature and (s.top_k or s.top_p < 1 or s.min_p))
-
-
-def _to_host(tensor: Tensor) -> Tensor:
-    """A pinned copy that is filled in the stream's order."""
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return host.copy_(tensor, non_blocking=True)

@@ -5,6 +5,7 @@ A pass is the attention context of the model's modules (`AttentionContext`), and
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from podium.engines.rollout.native.paged_cache import PagedCache, RowState, to_device
+from podium.engines.rollout.native.paged_scheduler import Start
 from podium.models.fused import FusedLayer, FusedModel
 from podium.models.packed_attention import PackedAttention
 
@@ -28,6 +30,30 @@ class Piece:
     pages: list[int]
     start: int
     end: int
+
+
+def passes_of(starts: list[Start], tokens: int) -> Iterator[tuple[list[tuple[int, Piece]], list[tuple[int, int]]]]:
+    """Cuts what is to compute into passes of at most `tokens`.
+
+    Yields for each pass (number of the start, piece), and (place among the pieces, number of the start) of those that end.
+    """
+    pieces: list[tuple[int, Piece]] = []
+    final: list[tuple[int, int]] = []
+    room = tokens
+    for i, start in enumerate(starts):
+        at = start.known
+        while at < len(start.text):
+            end = min(len(start.text), at + room)
+            pieces.append((i, Piece(start.text, start.rows[0].pages, at, end)))
+            if end == len(start.text):
+                final.append((len(pieces) - 1, i))
+            room -= end - at
+            at = end
+            if not room:
+                yield pieces, final
+                pieces, final, room = [], [], tokens
+    if pieces:
+        yield pieces, final
 
 
 class DecodePass:

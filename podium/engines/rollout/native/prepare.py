@@ -1,0 +1,88 @@
+"""What the paged engine is made of for one model: its cache's shape, how it runs, and the check that both are right."""
+
+from __future__ import annotations
+
+import logging
+from types import ModuleType
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from podium.core.errors import ModelError
+from podium.engines.rollout.native.paged_cache import PagedCache
+from podium.engines.rollout.native.passes import FusedForward, ModuleForward, Piece, PrefillPass
+from podium.models.fused import can_fuse, fuse
+from podium.models.lm_head import base_of, podium_attention, verify_head
+from podium.models.packed import Packed
+
+_log = logging.getLogger(__name__)
+
+Forward = FusedForward | ModuleForward
+
+
+def operations(device: torch.device) -> ModuleType:
+    """The layers' small operations for a device: `kernels` (Triton) on CUDA, `plain` (torch) elsewhere."""
+    if device.type == "cuda":
+        from podium.engines.rollout.native import kernels
+
+        return kernels
+    from podium.engines.rollout.native import plain
+
+    return plain
+
+
+def cache_for(base: PreTrainedModel, page_size: int) -> PagedCache:
+    """An empty cache of the base's layers, heads and dtype."""
+    config = base.config.get_text_config()
+    heads = config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    dtype = base.get_input_embeddings().weight.dtype
+    return PagedCache(config.num_hidden_layers, kv_heads, width, page_size, dtype, base.device)
+
+
+def forward_for(model: PreTrainedModel, ops: ModuleType, positions: int, *, fused: bool) -> Forward:
+    """The fused layers where the architecture has them and `fused` asks for them; else its own modules."""
+    base = base_of(model)
+    reason = can_fuse(base) if fused else "fused=False"
+    if reason is None:
+        with podium_attention(model):
+            return FusedForward(fuse(base, positions), ops)
+    if fused:
+        _log.warning("%s runs its own modules in rollout, slower: %s", type(model).__name__, reason)
+    return ModuleForward(base)
+
+
+@torch.inference_mode()
+def check(model: PreTrainedModel, forward: Forward, ops: ModuleType, cache: PagedCache) -> None:
+    """Compares with the model's own attention on a few tokens, through the cache (empty afterwards).
+
+    Raises ModelError where they differ.
+    """
+
+    def hidden_of(base: PreTrainedModel, packed: Packed) -> Tensor:
+        texts, counts = _texts(packed)
+        each = -(-max(map(len, texts)) // cache.page_size)
+        cache.allocate(each * len(texts))
+        pieces = [Piece(text, list(range(i * each, (i + 1) * each)), 0, len(text)) for i, text in enumerate(texts)]
+        hidden = forward(PrefillPass(ops, cache, pieces, base.device))
+        parts = hidden.split([len(text) for text in texts])
+        return torch.cat([part[-n:] for part, n in zip(parts, counts, strict=True)])
+
+    try:
+        with podium_attention(model):
+            verify_head(model, hidden_of)
+    except ModelError as error:
+        raise ModelError(
+            f"the native rollout engine cannot run {type(model).__name__}: {error.what}", remedy="set rollout.engine=hf"
+        ) from error
+    finally:
+        cache.pages = None
+
+
+def _texts(packed: Packed) -> tuple[list[tuple[int, ...]], list[int]]:
+    """Each run of a packed row with its parent's tokens before it, and how many tokens are its own."""
+    runs = [tuple(run.tolist()) for run in packed.ids.split(packed.lengths.tolist())]
+    parents = packed.parents.tolist()
+    return [(runs[p] if p >= 0 else ()) + run for run, p in zip(runs, parents, strict=True)], packed.lengths.tolist()
