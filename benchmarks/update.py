@@ -158,6 +158,7 @@ def shared_prompts(size: str, steps: int, engine: SingleDeviceEngine, prompts: i
 TECHNIQUES: dict[str, tuple[str, Any]] = {
     "fused layers": ("podium.models.lm_head.why_not_fused", lambda base: "switched off"),
     "tiled log-probs": ("podium.algorithms.log_probs._tiled", lambda hidden: False),
+    "cuDNN attention": ("podium.models.cudnn_attention._installed", lambda: False),
     "kept logits": ("podium.algorithms._tiled_log_probs._free_bytes", lambda device: 0),
 }
 
@@ -227,13 +228,13 @@ def _one_head(
 
 
 KINDS = (
-    ("attention", ("flash", "fmha", "attention", "_merge")),
+    ("attention", ("flash", "fmha", "attention", "sdpa", "_merge")),
     ("matrix products", ("gemm", "nvjet", "cutlass", "cublas", "sm90_xmma")),
     ("log-prob passes", ("_statistics", "_gradient")),
     ("norms", ("_norm",)),
     ("rotation", ("_rotate",)),
     ("activation", ("_swiglu",)),
-    ("optimizer", ("adam", "multi_tensor", "foreach")),
+    ("optimizer", ("adam", "multi_tensor", "foreach", "_update")),
 )
 
 
@@ -253,7 +254,8 @@ def profile(engine: SingleDeviceEngine, rows: Batch) -> dict[str, float]:
     kinds: dict[str, float] = {}
     others: dict[str, float] = {}
     for event in recorded.key_averages():
-        if event.device_type != torch.autograd.DeviceType.CUDA or not event.self_device_time_total:
+        on_device = event.device_type == torch.autograd.DeviceType.CUDA
+        if not on_device or not event.self_device_time_total or "#" in event.key:  # "#": a mark of the profiler, no kernel
             continue
         name = event.key.lower()
         kind = next((kind for kind, parts in KINDS if any(part in name for part in parts)), "other")
