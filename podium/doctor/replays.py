@@ -1,4 +1,4 @@
-"""Controlled replays: saved samples scored once more, by the training engine and by the plain oracle, one thing changed at a time."""
+"""Controlled replays: saved samples scored once more, by the training engine and the oracle, one thing changed at a time."""
 
 from __future__ import annotations
 
@@ -152,11 +152,11 @@ class Replayer:
             ("with the chat template applied", lambda s: self._encoded(s, chat=True)),
             ("with the chat template, without its opening of an answer", lambda s: self._encoded(s, chat=False)),
         ):
-            prompts = [change(s) for s in samples]
-            odd = any(p is None or not p or None in p for p in prompts)
-            if odd or all(tuple(p) == s.prompt_ids for p, s in zip(prompts, samples, strict=True)):
+            prompts = [tuple(change(s) or ()) for s in samples]
+            odd = any(not p or None in p for p in prompts)
+            if odd or all(p == s.prompt_ids for p, s in zip(prompts, samples, strict=True)):
                 continue
-            other = [replace(s, prompt_ids=tuple(p)) for p, s in zip(prompts, samples, strict=True)]
+            other = [replace(s, prompt_ids=p) for p, s in zip(prompts, samples, strict=True)]
             yield Hypothesis("template", detail, self.oracle(other), 3)
 
     def _encoded(self, sample: Sample, chat: bool | None) -> tuple[int, ...] | None:

@@ -56,8 +56,9 @@ class Facts:
         return [(step, math.nan if value is None else float(value)) for step, value in found]
 
     def last(self, name: str) -> float | None:
-        """Mean over the last steps."""
-        values = [v for _, v in self.series(name)[-LAST:] if not math.isnan(v)]
+        """Mean over the last steps: up to `LAST`, and no more than the last third."""
+        series = self.series(name)
+        values = [v for _, v in series[-max(1, min(LAST, len(series) // 3)) :] if not math.isnan(v)]
         return sum(values) / len(values) if values else None
 
     def first(self, name: str) -> float | None:
@@ -116,7 +117,7 @@ def hangs(facts: Facts) -> Iterator[Finding]:
 
 
 _HANG_REMEDIES = {
-    "reward": "the reward or scorer does not answer: give it a timeout of its own, look at its service; the samples are named above",
+    "reward": "the reward or scorer does not answer: give it a timeout, look at its service; the samples are named above",
     "rollout": "generation does not end: look at the engine's stack in the report; lower rollout.max_new_tokens",
     "call": "a worker does not come back: one rank waits in a collective for another; compare the ranks' stacks in the report",
     "data": "the data source does not answer: look at the file system or the dataset's server",
@@ -157,7 +158,7 @@ def nonfinite(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "error" if share > 0.2 or bad[-1] == facts.steps[-1]["step"] else "warning",
             "gradient not finite",
-            f"{len(bad)} of {len(facts.steps)} steps left out an update of the {name.split('/')[0]}, the first at step {bad[0]}",
+            f"{len(bad)} of {len(facts.steps)} steps left out an update of the {name.split('/')[0]}, first step {bad[0]}",
             f"{name} > 0{kept}",
             _nonfinite_remedy(facts),
         )
@@ -186,9 +187,9 @@ def equal_rewards(facts: Facts) -> Iterator[Finding]:
             "no signal: all rewards are equal",
             f"in the last {len(signal)} steps no response was better than another of its group ({why})",
             f"advantages/abs = 0, reward/mean = {_n(reward)}; responses: {shown}",
-            "check the reward on the samples by hand; easier or harder prompts; a larger batch.group_size; sampling_rounds=3 (GRPO)",
+            "try the reward on the samples by hand; easier or harder prompts; a larger batch.group_size; sampling_rounds=3",
         )
-    elif signal and 0 < sum(value == 0 for _, value in signal) and len(signal) >= 4:
+    elif signal and sum(value == 0 for _, value in signal) > 0 and len(signal) >= 4:
         yield Finding(
             "note",
             "little signal",
@@ -222,7 +223,7 @@ def kl(facts: Facts) -> Iterator[Finding]:
                 "KL explosion",
                 f"the policy is {last:.3g} nats a token from the reference (at the start {_n(first)})",
                 name,
-                "lower optimizer.lr, raise kl.coef or take kl.controller=adaptive; read the samples: it may have found a reward hack",
+                "lower optimizer.lr, raise kl.coef or take kl.controller=adaptive; read the samples for a reward hack",
             )
             return
 
@@ -234,7 +235,7 @@ def entropy(facts: Facts) -> Iterator[Finding]:
             yield Finding(
                 "warning",
                 "entropy collapse",
-                f"the policy's entropy fell from {first:.3g} to {last:.3g} nats a token: it has one answer and explores no more",
+                f"the policy's entropy fell from {first:.3g} to {last:.3g} nats a token: it explores no more",
                 name,
                 "raise clip_high (0.28), add entropy_coef or a KL term, raise rollout.temperature, lower optimizer.lr",
             )

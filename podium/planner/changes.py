@@ -50,8 +50,7 @@ def candidates(settings: RecipeSettings, cluster: Cluster, plan: Plan, sizes: Si
         yield [*least, *lower_bits]
     if settings.model.lora is None:
         adapter = [*lower_bits, "model.lora.rank=16"]
-        for change in (adapter, [*least, *adapter], [*adapter, "model.quantization=4bit"]):
-            yield change
+        yield from (adapter, [*least, *adapter], [*adapter, "model.quantization=4bit"])
         yield [*least, *adapter, "model.quantization=4bit"]
     elif settings.model.quantization == "none":
         yield ["model.quantization=4bit"]

@@ -142,7 +142,7 @@ class NodeSettings(RateSettings):
     count: int = Field(default=1, ge=1)
     """Nodes of this kind."""
     device: str = "CPU"
-    """A name of the table (`H200`, `H100`, `A100`, `A100-40`, `B200`, `L40S`, `A10`, `T4`), `CPU`, or your own with its rates."""
+    """A name of the table (`H200`, `H100`, `A100`, `A100-40`, `B200`, `L40S`, `A10`, `T4`), `CPU`, or your own."""
     devices: int = Field(default=0, ge=0)
     """Devices of a node."""
     cpus: int = Field(default=64, ge=1)

@@ -9,7 +9,7 @@ backward pass is counted from its operations: `tests/unit/test_planner.py` compa
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from podium.core.ranks import Ranks
 from podium.planner.shapes import ModelShape
@@ -48,7 +48,7 @@ class RoleSpec:
     shape: ModelShape
     itemsize: int
     trains: bool
-    ranks: Ranks = Ranks()
+    ranks: Ranks = field(default_factory=Ranks)
     lora: int = 0
     quantization: str = "none"
     shares: str = ""

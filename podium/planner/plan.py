@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from podium.controller.placement import Placed, Place, place
+from podium.controller.placement import Place, Placed, place
 from podium.controller.resource_pool import ResourcePool
 from podium.core.ranks import Ranks
 from podium.core.settings import RecipeSettings
@@ -237,9 +237,7 @@ def _rollout(
     cache = cache_bytes(actor, max(1, min(most, fit)), longest, tensor)
     note = f"{min(most, fit)} of {most} sequences of {longest:,} tokens at once"
     if 0 < fit < most:
-        pool.notes.append(
-            f"rollout: the cache has room for {fit} sequences of full length, of {most}; the others wait. Shorter ones are more."
-        )
+        pool.notes.append(f"rollout: the cache has room for {fit} sequences of full length, of {most}; the others wait")
     pool.phases.insert(0, Phase("rollout", stays, beside + cache, note))
     at_once = min(most, fit) or most  # where none fits, the time is that of the run that would
     work = Work(rows, sizes.mean_prompt, sizes.mean_response, settings.batch.group_size, at_once)

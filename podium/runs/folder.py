@@ -205,7 +205,7 @@ class RunFolder:
         return self.samples / name
 
     def write_alarm(self, alarm: Mapping[str, Any]) -> None:
-        """One line of `alarms.jsonl`: a watched number went beyond its bound, or came back. No more than `MOST_ALARMS` lines."""
+        """One line of `alarms.jsonl`: a watched number went beyond its bound, or came back. At most `MOST_ALARMS` lines."""
         path = self.path / "alarms.jsonl"
         if sum(1 for _ in read_jsonl(path)) < MOST_ALARMS:
             with writing(path, path.name), path.open("a", encoding="utf-8") as file:

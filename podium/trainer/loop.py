@@ -184,7 +184,8 @@ class Loop:
         for metric, alarm in found.items():
             if metric not in self._alarms:
                 self.progress.note(f"step {step}: {alarm}")
-                self.run.write_alarm({"step": step, "metric": metric, "value": alarm.value, "bound": alarm.bound, "over": False})
+                said = {"metric": metric, "value": alarm.value, "bound": alarm.bound}
+                self.run.write_alarm({"step": step, **said, "over": False})
         for metric in self._alarms - set(found):
             self.run.write_alarm({"step": step, "metric": metric, "over": True})
         self._alarms = set(found)

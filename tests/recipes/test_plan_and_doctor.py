@@ -125,7 +125,7 @@ def test_a_gradient_that_is_not_finite(folder: Path, stop: bool, monkeypatch: py
 
     monkeypatch.setattr(AdvantageStage, "run", infinite)
     if stop:
-        with pytest.raises(NumericsError, match="skipped_updates|loss"):
+        with pytest.raises(NumericsError, match=r"skipped_updates|loss"):
             train("watch.nonfinite=stop")
     else:
         train()
