@@ -83,11 +83,15 @@ class WorkerProcess:
         return host, self._store.port
 
     def join(self, host: str, port: int, world: int, deadline_seconds: float) -> None:
-        """Makes the pool's process group; collectives that take longer than the deadline fail. All ranks call it."""
+        """Makes the pool's process group. All ranks call it.
+
+        The controller stops a pool whose ranks do not answer by the deadline, and says where they stand; the group's own
+        timeout, which would end them one by one, comes later. It is also what they have to find each other.
+        """
         import torch
         from torch import distributed
 
-        timeout = timedelta(seconds=deadline_seconds)
+        timeout = timedelta(seconds=max(300.0, 2 * deadline_seconds))
         if self._store is None:
             self._store = distributed.TCPStore(host, port, is_master=False, timeout=timeout)
         if self.device == "cuda":

@@ -14,10 +14,10 @@ from tests.executors.suite import ROLES
 def ray_cluster():
     if importlib.util.find_spec("ray") is None:
         pytest.skip("Ray is not installed (pip install podium[ray])")
-    from podium.controller.executors.ray import _import_ray
+    from podium.controller.executors.ray_cluster import import_ray
 
-    ray = _import_ray()
-    ray.init(num_cpus=8, include_dashboard=False, logging_level=logging.ERROR)
+    ray = import_ray()
+    ray.init(address="local", num_cpus=8, include_dashboard=False, logging_level=logging.ERROR)
     yield ray
     ray.shutdown()
 

@@ -146,7 +146,7 @@ def test_no_ray_cluster_answers():
 
 
 def test_a_cluster_of_another_version(monkeypatch, ray_cluster):
-    module = importlib.import_module("podium.controller.executors.ray")
+    module = importlib.import_module("podium.controller.executors.ray_cluster")
 
     def refuse(**given):
         raise RuntimeError("Version mismatch: The cluster was started with: Ray: 2.40.0 Python: 3.12")
@@ -155,7 +155,7 @@ def test_a_cluster_of_another_version(monkeypatch, ray_cluster):
     monkeypatch.setattr(ray_cluster, "init", refuse)
     monkeypatch.setattr(module, "_check_answers", lambda address: None)
     with pytest.raises(ResourceError, match=r"Version mismatch: .*\n.*install the cluster's versions of Ray and Python here"):
-        module.RayExecutor(address="host:6379").launch({"actor": Player})
+        module.connect("host:6379", 1)
 
 
 def test_a_pool_larger_than_the_ray_cluster(ray_cluster):
@@ -188,11 +188,13 @@ def test_a_rank_that_fails_while_the_other_waits_in_a_collective(ray_cluster):
 
 
 def test_a_hang_in_a_collective_ends_at_the_deadline_and_says_where(ray_cluster):
-    role = executor(deadline_seconds=3.0).launch({"actor": Player})["actor"]
-    with pytest.raises((WorkerLost, RuntimeError)) as caught:
+    players = executor()
+    role = players.launch({"actor": Player})["actor"]
+    players.deadline_seconds = 3.0
+    with pytest.raises(WorkerLost, match="rank 1 did not answer within 3 s; rank 0 had ended: the ranks do not make") as caught:
         role.hang(0).result()
-    text = str(caught.value) + "".join(getattr(caught.value, "__notes__", ()))
-    assert "method 'hang'" in text and "rank 1" in text and "all_reduce" in text
+    text = str(caught.value) + "".join(caught.value.__notes__)
+    assert "role 'actor', pool 'actor', method 'hang'" in text and "all_reduce" in text
 
 
 def test_a_worker_that_dies_is_named_and_the_other_does_not_hang(ray_cluster):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from podium.controller.arrays import from_arrays, to_arrays
 from podium.controller.dispatch import Plan
-from podium.controller.executors.ray_nodes import cluster_nodes
+from podium.controller.executors.ray_cluster import cluster_nodes, connect, import_ray
 from podium.controller.executors.waiting import Answers, Waiter
 from podium.controller.future import Future
 from podium.controller.placement import Placed, place
@@ -25,7 +24,6 @@ from podium.core.deferred import DeferredRagged
 from podium.core.errors import ResourceError, WorkerLost
 from podium.core.ragged import Ragged, as_array, as_tensor
 
-OLDEST = (2, 50)
 STAYS_BYTES = 64 * 1024
 """A token column of a result that is larger stays with its worker until someone reads it."""
 
@@ -72,7 +70,10 @@ class RayExecutor:
         nodes = cluster_nodes(ray, self._asks_memory())
         placed = place(self.pool, list(makers), nodes, workers=self.workers, on_cpus=self.device == "cpu")
         try:
-            self._pools = {p.name: _Pool(ray, p, self.deadline_seconds) for p in placed}
+            # Where no pool names GPU ids, which ones it gets is Ray's to say: others may use the cluster too.
+            named = any(pool.gpus for pool in self.pool.pools.values())
+            for p in placed:
+                self._pools[p.name] = _Pool(ray, p, self.deadline_seconds, named)
             groups: dict[str, WorkerGroup] = {}
             started = {p.name: self._pools[p.name].build({r: makers[r] for r in p.roles}) for p in placed}
             for p in placed:
@@ -104,24 +105,8 @@ class RayExecutor:
         return value
 
     def _connect(self) -> Any:
-        ray = _import_ray()
-        if ray.is_initialized():
-            return ray
-        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        address = self.address or os.environ.get("RAY_ADDRESS")
-        asked = sum(pool.cpus for pool in self.pool.pools.values()) or self.workers
-        local = {} if address else {"num_cpus": max(os.cpu_count() or 1, asked), "include_dashboard": False}
-        try:
-            _check_answers(address)
-            ray.init(address=address or "local", logging_level="warning", configure_logging=False, **local)
-        except (OSError, RuntimeError, ValueError) as error:  # (ConnectionError and TimeoutError are OSErrors)
-            text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            remedy = "start one: ray start --head; or leave the address out for one on this machine"
-            if "ersion" in str(error):
-                remedy = f"install the cluster's versions of Ray and Python here (Ray {ray.__version__} is installed)"
-            what = f"no Ray cluster answers at '{address}': {text}" if address else f"Ray does not start: {text}"
-            raise ResourceError(what, where="executor.address", remedy=remedy) from error
-        return ray
+        processes = sum(pool.cpus for pool in self.pool.pools.values()) or self.workers
+        return connect(self.address or os.environ.get("RAY_ADDRESS"), processes)
 
     def _asks_memory(self) -> bool:
         return any(pool.gpu_memory_gb for pool in self.pool.pools.values())
@@ -154,15 +139,20 @@ class RayExecutor:
 class _Pool:
     """The actors of one pool, in rank order. All calls go through one lock, so every rank gets them in the same order."""
 
-    def __init__(self, ray: Any, placed: Placed, deadline: float) -> None:
-        self.ray, self.placed, self.stopped = ray, placed, False
+    def __init__(self, ray: Any, placed: Placed, deadline: float, gpus_are_named: bool = False) -> None:
+        self.ray, self.placed, self.stopped, self._named = ray, placed, False, gpus_are_named
         self._lock = threading.Lock()
         self._unread: list[_Once] = []
         self._group = _reserve(ray, placed)
         self.actors = [self._start(rank) for rank in range(len(placed.places))]
-        if len(self.actors) > 1:
-            host, port = ray.get(self.actors[0].open_store.remote())
-            ray.get([actor.join.remote(host, port, len(self.actors), deadline) for actor in self.actors])
+        try:
+            if len(self.actors) > 1:
+                host, port = ray.get(self.actors[0].open_store.remote())
+                ray.get([actor.join.remote(host, port, len(self.actors), deadline) for actor in self.actors])
+        except ray.exceptions.RayError as error:
+            self.stop()
+            what = f"its processes do not find each other: {str(error).strip().splitlines()[-1]}"
+            raise WorkerLost(what, where=f"pool '{placed.name}'", remedy="the nodes must reach each other's ports") from error
 
     def _start(self, rank: int) -> Any:
         from_group = self.ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(self._group, rank)
@@ -170,7 +160,7 @@ class _Pool:
         actor = _actor_class(self.ray).options(
             num_cpus=1, num_gpus=0 if gpu is None else 1, scheduling_strategy=from_group, max_restarts=0
         )
-        return actor.remote(self.placed.name, rank, self.placed.device, gpu)
+        return actor.remote(self.placed.name, rank, self.placed.device, gpu if self._named else None)
 
     def build(self, makers: Mapping[str, Maker]) -> list[Any]:
         shared = self.ray.put((dict(makers), dict(self.placed.ranks)))
@@ -312,7 +302,7 @@ class RaySource:
         self.ref, self.lengths, self.dtype = ref, lengths, dtype
 
     def fetch(self) -> Tensor:
-        ray = _import_ray()
+        ray = import_ray()
         try:
             return as_tensor(ray.get(self.ref))
         except ray.exceptions.RayError as error:
@@ -345,30 +335,3 @@ def _staying(ray: Any, result: Any) -> Any:
                 value = DeferredRagged([RaySource(ray.put(flat), value.lengths, value.dtype)])
         columns[name] = value
     return Batch(columns)
-
-
-# ---------------------------------------------------------------------- the cluster
-
-
-def _import_ray() -> Any:
-    os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # read when Ray is imported; every rank's lines are its own
-    try:
-        import ray
-        import ray.util.scheduling_strategies
-    except ImportError as error:
-        raise ResourceError("Ray is not installed", where="executor", remedy="pip install 'podium[ray]'") from error
-    numbers = tuple(int(part) for part in ray.__version__.split(".")[:2])
-    if numbers < OLDEST:
-        raise ResourceError(
-            f"Ray {ray.__version__} is installed, and this version of Podium needs {'.'.join(map(str, OLDEST))} or later",
-            where="executor",
-            remedy="pip install --upgrade 'podium[ray]'",
-        )
-    return ray
-
-
-def _check_answers(address: str | None) -> None:
-    """Raises OSError where nothing listens at `host:port`: Ray itself would try for minutes."""
-    host, _, port = (address or "").partition(":")
-    if port.isdecimal():
-        socket.create_connection((host, int(port)), timeout=10).close()

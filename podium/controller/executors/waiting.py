@@ -61,7 +61,11 @@ class Waiter:
         """The results of the wanted ranks. Raises what the first failed rank raised, or WorkerLost."""
         pending, results = dict(zip(refs, range(len(refs)), strict=True)), dict[int, Any]()
         while pending:
-            done, _ = self.answers.wait(list(pending), num_returns=1, timeout=POLL_SECONDS)
+            try:
+                done, _ = self.answers.wait(list(pending), num_returns=1, timeout=POLL_SECONDS)
+            except KeyboardInterrupt:  # the call is given up where it next reports its progress
+                self.pool.cancel()
+                raise
             for ref in done:
                 self._take(ref, pending.pop(ref), results)
             if pending and time.monotonic() > self._until:
