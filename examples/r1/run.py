@@ -1,6 +1,6 @@
 """The R1 path on a laptop CPU: SFT, a reward model with three heads, PPO, rejection sampling, and a second round.
 
-    python examples/r1/run.py                 # about ten minutes on one CPU thread; --quick: under two
+    python examples/r1/run.py                 # five minutes of one CPU thread; --quick: a tenth of the work
     python examples/r1/run.py --folder DIR    # called again, it goes on where it stopped: finished stages are skipped
 
 The model (about a million parameters), its tokenizer and all data are made on the spot; `task.py` is the task. After each
@@ -29,7 +29,7 @@ from podium.stages.base import Stage
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--folder", type=Path, default=Path("runs/r1"), help="where everything goes")
 parser.add_argument("--seed", type=int, default=0)
-parser.add_argument("--quick", action="store_true", help="a tenth of the work: to see it run, not to see it learn")
+parser.add_argument("--quick", action="store_true", help="to see it run, not to see it learn")
 
 
 class R1Path:
