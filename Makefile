@@ -2,6 +2,8 @@
 #
 #   make quickstart                 the guided first run (core install only)
 #   make test                       the test suite
+#   make chaos                      runs are killed, starved and damaged; each must end as if nothing had happened
+#   make soak                       memory and log volume of a long tiny run
 #
 # Variables:
 #   PYTHON       the interpreter that makes the environment (3.11 or later)
@@ -21,7 +23,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: help install quickstart test lint format wheel bench clean
+.PHONY: help install quickstart test chaos soak lint format wheel bench clean
 .DEFAULT_GOAL := help
 
 help:
@@ -54,7 +56,13 @@ quickstart: $(VENV)/.core
 	$(BIN)/podium quickstart $(ARGS)
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -n $(JOBS) --maxprocesses 4 $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --maxprocesses 4 --dist loadgroup $(ARGS)
+
+chaos: $(VENV)/.test
+	$(BIN)/python benchmarks/chaos.py $(ARGS)
+
+soak: $(VENV)/.test
+	$(BIN)/python benchmarks/soak.py $(ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

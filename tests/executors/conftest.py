@@ -10,6 +10,15 @@ import pytest
 from tests.executors.suite import ROLES
 
 
+def pytest_collection_modifyitems(items):
+    """With pytest-xdist's `--dist loadgroup`: tests on the cluster share it, those on two torchrun ranks share their run."""
+    for item in items:
+        names = set(getattr(item, "fixturenames", ()))
+        for group in ("ray_cluster", "spmd"):
+            if group in names:
+                item.add_marker(pytest.mark.xdist_group(group))
+
+
 @pytest.fixture(scope="session")
 def ray_cluster():
     if importlib.util.find_spec("ray") is None:
