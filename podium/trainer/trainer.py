@@ -155,7 +155,9 @@ class Trainer:
                 for tracker in trackers:
                     tracker.close()
                 run.close()
-                if not writes or (old is None and not run.metrics.exists()):  # nothing was measured: there is no run
+                if not writes:
+                    shutil.rmtree(run.path.parent, ignore_errors=True)
+                elif old is None and not run.metrics.exists():  # nothing was measured: there is no run
                     shutil.rmtree(run.path, ignore_errors=True)
             return replace(result, run_folder=self.executor.same(result.run_folder))
 
