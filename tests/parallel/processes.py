@@ -11,9 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from filelock import FileLock
 
 from podium.core.ranks import Ranks, WorkerContext
 
@@ -36,6 +38,27 @@ def on_ranks(function: Callable[..., Any], ranks: int, *args: Any, timeout: floa
         if failed:
             raise RuntimeError("\n".join(failed))
         return [value for _, value in results]
+
+
+def once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], Any]) -> tuple[Path, Any]:
+    """`make(folder)`, run once for all of pytest's processes (xdist deals a module's tests to several): folder and result."""
+    shared = factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent
+    folder = shared / name
+    with FileLock(f"{folder}.lock"):
+        kept = folder / "result.pickle"
+        if not kept.exists():
+            folder.mkdir(exist_ok=True)
+            try:
+                outcome = (None, make(folder))
+            except RuntimeError as error:  # the others shall not wait for it to fail again
+                outcome = (str(error), None)
+            kept.write_bytes(pickle.dumps(outcome))
+    error, value = pickle.loads(kept.read_bytes())
+    if error:
+        raise RuntimeError(error)
+    return folder, value
 
 
 def _wait(workers: list[Any], folder: Path, timeout: float) -> None:

@@ -21,9 +21,11 @@ from podium.hybrid import transfer
 from podium.hybrid.engine import MovedHandOver, SharedHandOver, hand_over_between, whole_on_every_rank
 from podium.hybrid.plan import make_plan, place_generation
 from podium.models.heads import ActorModel
-from tests.parallel.processes import context_of, on_ranks
+from tests.parallel.processes import context_of, on_ranks, once
 from tests.properties.test_train_invariance import shared_rows
 from tests.tiny import tiny_model
+
+pytestmark = pytest.mark.timeout(900)  # of the test that waits for the processes, on a busy machine
 
 SOURCES = [{"data": 2}, {"shard": 2}, {"tensor": 2}, {"sequence": 2}]
 FOUR_SOURCES = [{"shard": 4}, {"shard": 2, "tensor": 2}, {"data": 2, "shard": 2}, {"data": 2, "tensor": 2}]
@@ -170,8 +172,8 @@ def that_is_tampered_with(rank: int) -> Any:
 
 
 @pytest.fixture(scope="module")
-def two() -> list[dict[str, Any]]:
-    return on_ranks(two_ranks, 2)
+def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return once(tmp_path_factory, "hand-over", lambda _: on_ranks(two_ranks, 2, timeout=280))[1]
 
 
 def test_every_pair_of_layouts_on_two_ranks(two: list[dict[str, Any]]) -> None:
