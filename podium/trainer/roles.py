@@ -90,7 +90,9 @@ class Roles:
 
     def __getstate__(self) -> dict[str, Any]:
         # Rewards are the controller's: they may hold what cannot travel (a lock, a connection), and no worker calls them.
-        sources = {name: [] for name in ("rewards", "costs", "step_rewards") if getattr(self.settings, name, None)}
+        sources: dict[str, list[Any]] = {
+            name: [] for name in ("rewards", "costs", "step_rewards") if getattr(self.settings, name, None)
+        }
         return {**self.__dict__, "settings": self.settings.model_copy(update=sources)}
 
     def build(self, needs: RoleNeeds, executor: Executor, *, generates: bool) -> dict[str, RoleHandle]:
