@@ -55,7 +55,7 @@ def test_greedy_tokens_and_log_probs(family: str) -> None:
 
 SIZES: list[dict[str, object]] = [
     {},
-    {"hidden_size": 96, "num_hidden_layers": 3, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 16},
+    {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 16},
 ]
 
 

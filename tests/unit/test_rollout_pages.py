@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from podium.core.errors import ModelError
 from podium.core.settings import LoraSettings, OptimizerSettings
 from podium.engines.rollout.native.graphs import bucket_of, splits_of
 from podium.engines.rollout.native.paged_engine import PagedEngine
@@ -98,3 +99,12 @@ def test_what_has_no_fused_form_says_why_and_runs_its_own_modules(caplog: pytest
     assert "its linear layers are peft." in str(can_fuse(base_of(adapted)))
     PagedEngine(tiny_model("gemma2"), tiny_tokenizer())
     assert "Gemma2ForCausalLM runs its own modules in rollout, slower: its layers are Gemma2DecoderLayer" in caplog.text
+
+
+def test_layers_that_differ_in_shape_have_no_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("gemma2")
+    monkeypatch.setattr(model.config, "num_key_value_heads", 4)  # what the config says is not what the layers have
+    with pytest.raises(
+        ModelError, match=r"(?s)layer 0 has 2 key heads of width 16 and 16; the cache has 2 layers of 4 heads.*hf"
+    ):
+        PagedEngine(model, tiny_tokenizer())

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from podium.core.errors import ModelError
 from podium.engines.rollout.native.paged_cache import PagedCache, RowState, to_device
 from podium.engines.rollout.native.paged_scheduler import Start
 from podium.models.fused import FusedLayer, FusedModel
@@ -86,7 +87,7 @@ class DecodePass:
         sliding_window: int | None = None,
         softcap: float | None = None,
     ) -> Tensor:
-        index: Any = module.layer_idx
+        index = _layer(module, key, value, self.cache)
         self.ops.store(key[:, :, 0], value[:, :, 0], self.places, self.cache, index)
         return self._decode(query[:, :, 0], index, scaling, sliding_window, softcap)[:, None]
 
@@ -143,7 +144,7 @@ class PrefillPass:
         sliding_window: int | None = None,
         softcap: float | None = None,
     ) -> Tensor:
-        index: Any = module.layer_idx
+        index = _layer(module, key, value, self.cache)
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
         self.ops.store(k, v, self.places, self.cache, index)
         return self._attend(module, index, q, k, v, scaling, sliding_window, softcap)[None]
@@ -207,6 +208,18 @@ def _over_past(q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | No
         return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scaling).transpose(0, 1)
     scores = (torch.tanh(q @ k.transpose(1, 2) * (scaling / softcap)) * softcap).masked_fill(~seen, float("-inf"))
     return (scores.softmax(-1, dtype=torch.float32).to(v.dtype) @ v).transpose(0, 1)
+
+
+def _layer(module: nn.Module, key: Tensor, value: Tensor, cache: PagedCache) -> int:
+    """The layer's number. Raises ModelError where its keys and values (`[R, K, N, D]`) do not have the cache's shape."""
+    index: Any = module.layer_idx
+    layers, _, kv_heads, _, width = cache.shape
+    if not (0 <= index < layers and key.shape[1] == value.shape[1] == kv_heads and key.shape[3] == value.shape[3] == width):
+        raise ModelError(
+            f"layer {index} has {key.shape[1]} key heads of width {key.shape[3]} and {value.shape[3]}; the cache has "
+            f"{layers} layers of {kv_heads} heads of width {width}"
+        )
+    return index
 
 
 def _norms(layer: FusedLayer) -> tuple[Tensor, Tensor] | None:
