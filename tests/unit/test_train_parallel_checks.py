@@ -22,7 +22,9 @@ def config(heads: int = 12, kv: int = 4, width: int = 96) -> LlamaConfig:
     return LlamaConfig(num_attention_heads=heads, num_key_value_heads=kv, intermediate_size=width, hidden_size=heads * 8)
 
 
-@pytest.mark.parametrize("sizes", [{"tensor": 2}, {"tensor": 4}, {"sequence": 4}, {"sequence": 12}, {"tensor": 2, "sequence": 2}])
+@pytest.mark.parametrize(
+    "sizes", [{"tensor": 2}, {"tensor": 4}, {"sequence": 4}, {"sequence": 12}, {"tensor": 2, "sequence": 2}]
+)
 def test_what_divides_is_allowed(sizes: dict[str, int]) -> None:
     check_divides(config(), Ranks(**sizes))
     check_divides(config(), Ranks(data=3, shard=5))
