@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import Parameter
 
 from podium.models.fused import together
 
@@ -45,7 +46,7 @@ class NormLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, delta: Tensor | None, norm: Tensor, eps: float, count: int, *parameters: Tensor
+        ctx: Any, x: Tensor, delta: Tensor | None, norm: Tensor, eps: float, count: int, *parameters: Parameter
     ) -> tuple[Tensor, Tensor]:
         weights, biases = parameters[:count], parameters[count:]
         weight, bias = together(weights), together(biases) if biases else None
@@ -89,7 +90,7 @@ class GatedMLP(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, delta: Tensor, norm: Tensor, eps: float, keep: bool, gate: Tensor, up: Tensor, down: Tensor
+        ctx: Any, x: Tensor, delta: Tensor, norm: Tensor, eps: float, keep: bool, gate: Parameter, up: Parameter, down: Tensor
     ) -> tuple[Tensor, Tensor]:
         ops, both = _ops(x), together([gate, up])
         total, hidden, rstd = ops.add_norm(x, delta, norm, eps)

@@ -41,9 +41,9 @@ class AdamW8bit(torch.optim.Optimizer):
             for parameter in group["params"]:
                 number += 1
                 if parameter.grad is not None:
-                    self._update(parameter, group, number)
+                    self._update(parameter, parameter.grad, group, number)
 
-    def _update(self, parameter: Tensor, group: dict[str, Any], number: int) -> None:
+    def _update(self, parameter: Tensor, grad: Tensor, group: dict[str, Any], number: int) -> None:
         state = self.state[parameter]
         if not state:
             state.update(_new_state(parameter))
@@ -59,9 +59,9 @@ class AdamW8bit(torch.optim.Optimizer):
         )
         moments = [state[name] for name in ("first", "first_scale", "second", "second_scale")]
         seed = (step * 1_000_003 + number) % 2**31
-        in_order = parameter.is_contiguous() and parameter.grad.is_contiguous()
+        in_order = parameter.is_contiguous() and grad.is_contiguous()
         update = _kernel if parameter.is_cuda and in_order and importlib.util.find_spec("triton") else update_plain
-        update(parameter, parameter.grad, moments, rates, seed)
+        update(parameter, grad, moments, rates, seed)
 
 
 def _new_state(parameter: Tensor) -> dict[str, Tensor]:
@@ -77,18 +77,16 @@ def _new_state(parameter: Tensor) -> dict[str, Tensor]:
     }
 
 
-def _kernel(parameter: Tensor, grad: Tensor | None, moments: list[Tensor], rates: tuple[float, ...], seed: int) -> None:
+def _kernel(parameter: Tensor, grad: Tensor, moments: list[Tensor], rates: tuple[float, ...], seed: int) -> None:
     from podium.engines.train.adamw_kernel import update
 
-    assert grad is not None
     update(parameter, grad, moments, rates, seed)
 
 
-def update_plain(parameter: Tensor, grad: Tensor | None, moments: list[Tensor], rates: tuple[float, ...], seed: int) -> None:
+def update_plain(parameter: Tensor, grad: Tensor, moments: list[Tensor], rates: tuple[float, ...], seed: int) -> None:
     """The update in torch. `rates`: lr over the first moment's bias, the factor of decay, beta1, beta2, one over the root
     of the second moment's bias, eps.
     """
-    assert grad is not None
     lr, decay, beta1, beta2, unbias, eps = rates
     first, first_scale, second, second_scale = moments
     flat = grad.reshape(-1)
