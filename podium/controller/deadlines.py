@@ -189,8 +189,7 @@ class Deadlines:
             return
         if self._stacks is None:
             try:
-                self.folder.mkdir(parents=True, exist_ok=True)
-                self._stacks = (self.folder / STACKS).open("w")
+                self._stacks = self._open_stacks()
             except OSError:  # a full disk: the run goes on without its last resort
                 self.grace = 0.0
                 return
@@ -200,6 +199,16 @@ class Deadlines:
             faulthandler.dump_traceback_later(left, exit=True, file=self._stacks)
         else:
             faulthandler.cancel_dump_traceback_later()
+
+    def _open_stacks(self) -> TextIO:
+        """An empty file for the last resort; one that a process before left behind is kept under another name, and said."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / STACKS
+        if path.exists() and path.stat().st_size:
+            kept = path.with_name(f"stacks_{1 + len(list(self.folder.glob('stacks_*.txt'))):03d}.txt")
+            path.rename(kept)
+            self.note(f"the process before was ended by a deadline, in code that could not be broken off; see {kept}")
+        return path.open("w")
 
     # ------------------------------------------------------------------ the watching thread
 

@@ -33,9 +33,9 @@ def reports(tmp_path):
 
 def test_a_wait_that_sleeps_is_broken_off_and_reported(deadlines, tmp_path):
     started = time.monotonic()
-    with pytest.raises(DeadlineError, match=r"deadlines.reward: scorer did not end within 0.2 s"):
-        with deadlines.waiting("reward", "scorer", lambda: "sample 3"), doing("reward 'slow' over 8 samples"):
-            time.sleep(60)
+    said = pytest.raises(DeadlineError, match=r"deadlines.reward: scorer did not end within 0.2 s")
+    with said, deadlines.waiting("reward", "scorer", lambda: "sample 3"), doing("reward 'slow' over 8 samples"):
+        time.sleep(60)
     assert time.monotonic() - started < 20
     (report,) = reports(tmp_path)
     assert report["owner"] == "scorer" and report["waiter"] == "MainThread" and report["about"] == "sample 3"
@@ -84,9 +84,8 @@ def test_what_ends_in_time_and_errors_of_its_own_are_left_alone(deadlines, tmp_p
 
 
 def test_the_innermost_wait_is_the_one_that_ends(deadlines, tmp_path):
-    with deadlines.waiting("call", "stage"):
-        with pytest.raises(DeadlineError), deadlines.waiting("reward", "scorer"):
-            time.sleep(60)
+    with deadlines.waiting("call", "stage"), pytest.raises(DeadlineError), deadlines.waiting("reward", "scorer"):
+        time.sleep(60)
     assert [r["owner"] for r in reports(tmp_path)] == ["scorer"]
 
 
@@ -149,6 +148,10 @@ def test_native_code_that_never_returns_ends_the_process_with_its_stacks(tmp_pat
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], timeout=60)
     assert done.returncode == 1 and "in stuck" in (tmp_path / "stacks.txt").read_text()
+    said = []
+    with Deadlines({"reward": 5.0}, tmp_path, said.append) as deadlines, deadlines.waiting("reward", "scorer"):
+        pass
+    assert "in stuck" in (tmp_path / "stacks_001.txt").read_text() and "stacks_001.txt" in said[0]
 
 
 def test_a_report_without_its_samples(deadlines):

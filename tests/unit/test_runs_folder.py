@@ -119,3 +119,29 @@ def test_latest_run(tmp_path: Path) -> None:
 
     assert found() == "exp-large" and found("exp") == "exp-2" and found("exp-l") is None
     assert found(algorithm="grpo") == "grpo-20261130-120000-2" and found(algorithm="ppo") is None
+
+
+def test_sample_files_are_bounded(tmp_path, monkeypatch):
+    """The newest stay; of the older ones fewer and fewer, over the whole run."""
+    from podium.runs import folder as module
+
+    monkeypatch.setattr(module, "MOST_SAMPLES", 40)
+    monkeypatch.setattr(module, "NEWEST_SAMPLES", 10)
+    run = RunFolder.create(tmp_path, "run")
+    most = 0
+    for step in range(1, 1001):
+        run.write_samples(step, [{"prompt": "a"}])
+        if step % 50 == 0:
+            most = max(most, len(list(run.samples.iterdir())))
+    steps = sorted(int(p.stem.removeprefix("step_")) for p in run.samples.iterdir())
+    assert most <= 40 and steps[-10:] == list(range(991, 1001)) and steps[0] < 200
+    run.rewind(500)
+    run.write_samples(501, [{"prompt": "a"}])
+    assert max(int(p.stem.removeprefix("step_")) for p in run.samples.iterdir()) == 501
+
+
+def test_other_settings_keep_the_ones_before(tmp_path):
+    run = RunFolder.create(tmp_path, "run")
+    run.write_settings("a: 1\n")
+    run.change_settings("a: 2\n", 7)
+    assert run.settings.read_text() == "a: 2\n" and (run.path / "settings.until_000007.yaml").read_text() == "a: 1\n"
