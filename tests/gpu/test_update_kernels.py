@@ -121,3 +121,24 @@ def test_merging_two_parts_of_attention() -> None:
     merge_(a, la, b, lb)
     _near(a, want)
     _near(la, normaliser)
+
+
+def test_adamw_with_moments_in_8_bits() -> None:
+    """The first update is equal; the codes after it differ by rounding at random, which is under 7% and 4.5% a value."""
+    from podium.engines.train import adamw_8bit
+    from podium.engines.train.adamw_kernel import update
+
+    count, blocks = 1000, 4
+    rates = (1e-2 / (1 - 0.9), 0.999, 0.9, 0.95, (1 - 0.95) ** -0.5, 1e-8)
+    start, grad, results = _randn(count), _randn(count), []
+    for step in (update, adamw_8bit.update_plain):
+        parameter = start.clone()
+        codes = [torch.zeros(count, dtype=torch.uint8, device=DEVICE) for _ in range(2)]
+        scales = [torch.zeros(blocks, device=DEVICE) for _ in range(2)]
+        step(parameter, grad, [codes[0], scales[0], codes[1], scales[1]], rates, 7)
+        first = adamw_8bit.decode_first(codes[0], scales[0])
+        results.append((parameter, first, adamw_8bit.decode_second(codes[1], scales[1])))
+    (parameter, first, second), (theirs, *_) = results
+    _near(parameter, theirs)
+    assert float((first - 0.1 * grad).norm() / grad.norm()) < 0.1 * 0.07
+    assert float((second - 0.05**0.5 * grad.abs()).norm() / grad.norm()) < 0.05**0.5 * 0.045
