@@ -13,10 +13,12 @@ runs/<name>/
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import math
 import os
 import re
+import socket
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -109,6 +111,29 @@ class RunFolder:
     @property
     def summary(self) -> Path:
         return self.path / "summary.json"
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """While inside, this process alone writes the run. The lock goes with the process, however that ends.
+
+        Raises ConfigError where another one has it: two would write into each other's metrics and checkpoints.
+        """
+        with (self.path / ".lock").open("a+") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.seek(0)
+                raise ConfigError(
+                    f"the run is going on in another process ({file.read().strip() or 'unknown'})",
+                    where=str(self.path),
+                    remedy="stop that one first, or start a run of another name",
+                ) from None
+            except OSError:  # a file system without locks
+                pass
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+            file.flush()
+            yield
 
     def write_settings(self, text: str) -> None:
         """The resolved settings, as YAML text."""

@@ -6,6 +6,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -131,11 +132,12 @@ class Trainer:
         writes = self.executor.writes
         old = self._find_run(resume) if resume else None
         shown = self.settings.run.progress and writes
-        with Progress(self.settings.run.steps, self.settings.algorithm, enabled=shown) as progress:
+        with Progress(self.settings.run.steps, self.settings.algorithm, enabled=shown) as progress, ExitStack() as held:
             note = progress.note if writes else _say_nothing
             self.prepare(note)
             # The folder is made only now: what could not be loaded leaves nothing behind.
             run = old if old is not None and writes else self._new_run()
+            held.enter_context(run.locked())
             store = CheckpointStore((old or run).checkpoints, self.settings.checkpoint.keep, note, writes=writes)
             if old:
                 self._restore(store, run, progress, accept_changes=accept_changes)
@@ -246,9 +248,11 @@ class Trainer:
         for line in data.lines:
             note(line)
         self._held_out = data.held_out
-        graphs = [self.graph, self.evaluation] if self._held_out is not None else [self.graph]
-        for graph in graphs:
-            graph.check_data(data.train.extras())
+        graphs = [self.graph]
+        self.graph.check_data(data.train.extras())
+        if data.held_out is not None:
+            graphs.append(self.evaluation)
+            self.evaluation.check_data(data.held_out.extras())
         rows = settings.batch.prompts_per_step
         self.loader = Loader(
             data.train,

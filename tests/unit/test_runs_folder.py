@@ -145,3 +145,13 @@ def test_other_settings_keep_the_ones_before(tmp_path):
     run.write_settings("a: 1\n")
     run.change_settings("a: 2\n", 7)
     assert run.settings.read_text() == "a: 2\n" and (run.path / "settings.until_000007.yaml").read_text() == "a: 1\n"
+
+
+def test_two_processes_cannot_write_one_run(tmp_path):
+    run = RunFolder.create(tmp_path, "run")
+    with run.locked():
+        again = RunFolder(run.path)
+        with pytest.raises(ConfigError, match=r"going on in another process \(process \d+ on "), again.locked():
+            pass
+    with RunFolder(run.path).locked():
+        pass
