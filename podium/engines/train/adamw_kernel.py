@@ -20,7 +20,8 @@ def _update(
     at = block.to(tl.int64)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     inside = at < count
     real = block.to(tl.int64) * BLOCK < count
-    draw = (at * 2).to(tl.int32)  # it may wrap: that repeats a draw far away, no more
+    # One number of 32 bits for both roundings. Its counter may wrap: that repeats a draw far away, no more.
+    bits = tl.randint(seed, at.to(tl.int32), 7)
     grad = tl.load(G + at, mask=inside, other=0.0)
     code = tl.load(M + at, mask=inside, other=0).to(tl.int32)
     level = (code & 127).to(tl.float32)
@@ -35,14 +36,14 @@ def _update(
     size = tl.abs(m)
     scale = tl.max(size, 1)
     tl.store(MS + block, scale, mask=real)
-    level = 127 + tl.log2(tl.maximum(size, 1e-38) / tl.maximum(scale, 1e-38)[:, None]) / STEP_M
-    level = tl.minimum(tl.maximum(tl.floor(level + tl.rand(seed, draw)), 0.0), 127.0)
+    level = 127 + tl.log2(tl.maximum(size, 1e-37) / tl.maximum(scale, 1e-37)[:, None]) / STEP_M
+    level = tl.minimum(tl.maximum(tl.floor(level + (bits & 65535).to(tl.float32) / 65536), 0.0), 127.0)
     level = tl.where(size > 0, level, 0.0)
     tl.store(M + at, (level + tl.where((m < 0) & (level > 0), 128.0, 0.0)).to(tl.int32).to(tl.uint8), mask=inside)
     scale = tl.max(root, 1)
     tl.store(VS + block, scale, mask=real)
-    level = 255 + tl.log2(tl.maximum(root, 1e-38) / tl.maximum(scale, 1e-38)[:, None]) / STEP_V
-    level = tl.minimum(tl.maximum(tl.floor(level + tl.rand(seed, draw + 1)), 1.0), 255.0)
+    level = 255 + tl.log2(tl.maximum(root, 1e-37) / tl.maximum(scale, 1e-37)[:, None]) / STEP_V
+    level = tl.minimum(tl.maximum(tl.floor(level + ((bits >> 16) & 65535).to(tl.float32) / 65536), 1.0), 255.0)
     tl.store(V + at, tl.where(root > 0, level, 0.0).to(tl.int32).to(tl.uint8), mask=inside)
 
 
