@@ -16,6 +16,7 @@ from tests.tiny import tiny_model, tiny_tokenizer
 
 PROMPTS = [{"prompt": f"What is {a} plus {b}?", "answer": str(a + b)} for a in range(4) for b in range(4)]
 ROWS = [{"prompt": row["prompt"], "completion": f" {row['answer']}"} for row in PROMPTS]
+PROMPTS_WITH_ANSWERS = [{**row, "answer": "1"} for row in ROWS]
 PAIRS = [{"prompt": row["prompt"], "chosen": f" {row['answer']}", "rejected": " no"} for row in PROMPTS]
 MARKED = [
     {"prompt": row["prompt"], "completion": f" {a}", "label": a != "no"} for row in PROMPTS for a in (row["answer"], "no")
@@ -231,6 +232,21 @@ def test_wrong_settings_fail_before_anything_is_loaded(algorithm, override, mess
     finally:
         DATA.pop("grop")
     assert not list(tmp_path.iterdir())
+
+
+def test_an_evaluation_s_columns_are_those_of_the_held_out_rows(model_folder, tmp_path):
+    def needs_answer(prompts, completions, answer, **columns):
+        return [1.0] * len(answer)
+
+    from podium.stages.reward import RewardStage
+    from podium.stages.rollout import RolloutStage
+    from podium.trainer.trainer import Trainer
+
+    settings = trainer("sft", model_folder, tmp_path, "rollout.max_new_tokens=6").settings
+    evaluation = [RolloutStage(group_size=1), RewardStage(functions=[needs_answer])]
+    Trainer(settings, data=ROWS, eval_data=PROMPTS_WITH_ANSWERS, evaluation=evaluation).prepare()
+    with pytest.raises(ConfigError, match="answer"):
+        Trainer(settings, data=PROMPTS_WITH_ANSWERS, eval_data=ROWS, evaluation=evaluation).prepare()
 
 
 def test_more_prompts_a_step_than_rows(model_folder, tmp_path):
