@@ -117,7 +117,8 @@ def show(plan: Any) -> None:
     for pool in plan.pools:
         where = f"{pool.devices} x {pool.device.name}" + (f" on {pool.nodes} nodes" if pool.nodes > 1 else "")
         title = f"Pool {pool.name}: {where}, {size(pool.device.usable)} of {size(pool.device.memory)} for tensors, each"
-        print_table(title, ("role", "model", "layout", "weights", "masters", "moments"), [_role_row(r) for r in pool.roles])
+        print(title)
+        print_table("", ("role", "model", "layout", "weights", "masters", "moments"), [_role_row(r) for r in pool.roles])
         print()
         rows = [
             (

@@ -43,8 +43,8 @@ def candidates(settings: RecipeSettings, cluster: Cluster, plan: Plan, sizes: Si
     spread = list(_spread(settings, cluster, plan))
     for over in spread:
         yield over
-    for over in spread:
-        yield [*least, *over]
+        if least:
+            yield [*least, *over]
     if lower_bits:
         yield lower_bits
         yield [*least, *lower_bits]

@@ -186,9 +186,11 @@ class Loop:
                 self.progress.note(f"step {step}: {alarm}")
                 said = {"metric": metric, "value": alarm.value, "bound": alarm.bound}
                 self.run.write_alarm({"step": step, **said, "over": False})
-        for metric in self._alarms - set(found):
+        # What a step did not measure is neither better nor worse.
+        over = {metric for metric in self._alarms - set(found) if metric in self.trainer.record.metrics}
+        for metric in sorted(over):
             self.run.write_alarm({"step": step, "metric": metric, "over": True})
-        self._alarms = set(found)
+        self._alarms = (self._alarms | set(found)) - over
         stopping = next((alarm for alarm in found.values() if alarm.stop), None)
         if stopping is not None:
             raise NumericsError(str(stopping), where=f"step {step}", remedy=f"podium doctor {self.run.path} says why")
