@@ -61,7 +61,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "online_dpo": {"batch": {"prompts_per_step": 64, "group_size": 8}, "beta": 0.1},
     "distillation": {"batch": ALONE},
     "dpo": {"batch": {"prompts_per_step": 64}, "beta": 0.1},
-    "ipo": {"batch": {"prompts_per_step": 64}, "beta": 0.1},
+    "ipo": {"batch": {"prompts_per_step": 64}, "beta": 1.0},
     "kto": {"batch": {"prompts_per_step": 128}, "beta": 0.1},
 }
 OFFLINE = ("dpo", "ipo", "kto")

@@ -8,13 +8,13 @@ from podium.core.errors import ConfigError
 from podium.core.imports import load_module
 from podium.recipes import load
 
-MINE = '''
+MINE = """
 from podium.algorithms import advantage_estimator, broadcast_to_tokens
 
 @advantage_estimator("plain_{name}", needs=("rewards", "mask"))
 def plain(*, rewards, mask):
     return {{"advantages": broadcast_to_tokens(rewards, mask)}}
-'''
+"""
 
 
 def test_an_estimator_of_ones_own_from_the_command_line(tmp_path):
