@@ -2,6 +2,7 @@
 
     python benchmarks/chaos.py                     100 faults, half on PPO, half on GRPO
     python benchmarks/chaos.py --faults 4 --seed 1  a small one
+    python benchmarks/chaos.py --executor ray      roles are Ray actors, and are killed too
 
 Every run is a process of its own, forked from one that has imported everything (a fork server: the imports take longer than a
 tiny run). A run gets faults until it has made all its steps; then it is compared with the run that nothing happened to:
@@ -135,6 +136,30 @@ def clock_jumps(chance: random.Random) -> None:
     dead_scorer(chance)
 
 
+def kill_a_worker(pid: int, run: Path, chance: random.Random, step_seconds: float) -> None:
+    """One that plays a role: the run starts its workers again from the last checkpoint, in the same process."""
+    _after_some_steps(pid, run, chance)
+    _wait_for(pid, lambda: False, chance.uniform(0, 1.5 * step_seconds), every=0.001)
+    workers = [w for w in _descendants(pid) if b"ray::" in _command(w) and b"IDLE" not in _command(w)]
+    if workers:
+        _kill(chance.choice(workers), signal.SIGKILL)
+
+
+def _command(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def _descendants(pid: int) -> list[int]:
+    try:
+        children = [int(c) for t in Path(f"/proc/{pid}/task").iterdir() for c in (t / "children").read_text().split()]
+    except OSError:
+        return []
+    return [d for child in children for d in (child, *_descendants(child))]
+
+
 def damage(run: Path, chance: random.Random) -> None:
     """The newest checkpoint is cut off, or one bit in it is another."""
     folders = sorted((run / "checkpoints").glob("step_*"))
@@ -160,12 +185,14 @@ FAULTS = [
     Fault("asked to stop", outside=ask_to_stop),
 ]
 WEIGHTS = [30, 25, 15, 8, 6, 4, 4, 8]
+WORKER = Fault("worker killed", outside=kill_a_worker)
 
 
 def _at_a_score(chance: random.Random, act: Callable[[], Any]) -> None:
     _ACT.update(at=chance.randrange(1, 4), act=act)
 
 
+_EXECUTOR: dict[str, Any] = {}
 _ACT: dict[str, Any] = {"at": 0, "calls": 0, "act": None}
 
 
@@ -238,6 +265,7 @@ def make_trainer(work: Path, algorithm: str, model: Path) -> Any:
         "rollout": {"max_new_tokens": 8},
         "checkpoint": {"export": False, "every_steps": 1, "keep": 3},
         "deadlines": {"reward": 3.0},
+        "executor": dict(_EXECUTOR),
         "rewards": [{"function": score}],
         "run": {"folder": str(work), "name": "run", "steps": STEPS, "trackers": [], "progress": False, "log_samples": 10_000},
     }
@@ -310,8 +338,13 @@ def main() -> None:
     parser.add_argument("--faults", type=int, default=100, help="how many, over all algorithms")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--algorithms", nargs="+", default=list(ALGORITHMS), choices=list(ALGORITHMS))
+    parser.add_argument("--executor", default="local", choices=["local", "ray"])
     parser.add_argument("--keep", type=Path, help="leave the runs' folders here")
     options = parser.parse_args()
+    if options.executor == "ray":  # a worker is another process, and can be killed
+        _EXECUTOR.update(kind="ray", workers=1, restarts=10)
+        FAULTS.append(WORKER)
+        WEIGHTS.append(40)
 
     import torch
 
@@ -325,7 +358,8 @@ def main() -> None:
     tiny_tokenizer().save_pretrained(model)
     # What the children share: imports, and no plot at the end (it takes longer than the run).
     podium.trainer.loop.plot_metrics = lambda *given: None
-    make_trainer(root, "ppo", model).prepare()
+    if options.executor == "local":
+        make_trainer(root, "ppo", model).prepare()
     chance, tally, started = random.Random(options.seed), Tally(), time.monotonic()
     share = -(-options.faults // len(options.algorithms))
     for algorithm in options.algorithms:
@@ -375,6 +409,7 @@ def report(tally: Tally, seconds: float, seed: int) -> None:
                 "damaged_and_said": tally.said,
                 "seconds": round(seconds, 1),
                 "seed": seed,
+                "executor": _EXECUTOR.get("kind", "local"),
             }
         )
     )
