@@ -140,7 +140,7 @@ def kill_a_worker(pid: int, run: Path, chance: random.Random, step_seconds: floa
     """One that plays a role: the run starts its workers again from the last checkpoint, in the same process."""
     _after_some_steps(pid, run, chance)
     _wait_for(pid, lambda: False, chance.uniform(0, 1.5 * step_seconds), every=0.001)
-    workers = [w for w in _descendants(pid) if b"ray::" in _command(w) and b"IDLE" not in _command(w)]
+    workers = [w for w in _descendants(pid) if b"ray::Process" in _command(w)]
     if workers:
         _kill(chance.choice(workers), signal.SIGKILL)
 
@@ -219,8 +219,21 @@ def _wait_for(pid: int, ready: Callable[[], bool], seconds: float, every: float 
 
 
 def _kill(pid: int, number: int) -> None:
+    _LEFT.update({d: _command(d) for d in _descendants(pid)} if number == signal.SIGKILL else {})
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
+
+
+def _sweep() -> None:
+    """Ends what a killed run has left behind: Ray's own processes would stay for minutes."""
+    for pid, command in _LEFT.items():
+        if command and _command(pid) == command:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    _LEFT.clear()
+
+
+_LEFT: dict[int, bytes] = {}
 
 
 def child(work: Path, algorithm: str, model: Path, inside: Callable[[], None] | None) -> int:
@@ -241,6 +254,10 @@ def child(work: Path, algorithm: str, model: Path, inside: Callable[[], None] | 
     except BaseException as error:
         print(f"ended by {type(error).__name__}: {str(error).splitlines()[:1]}", file=sys.stderr, flush=True)
     finally:
+        if _EXECUTOR:
+            import ray
+
+            ray.shutdown()
         os._exit(status)
 
 
@@ -319,6 +336,7 @@ def torment(
         if fault is not None and fault.outside is not None:
             fault.outside(pid, work / "run", chance, step_seconds)
         status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        _sweep()
         if fault is not None:
             used += 1
             tally.faults[fault.name] += 1

@@ -136,3 +136,22 @@ def test_what_may_change():
 
     assert changes(settings(), settings(folder="b", steps=9)) == []
     assert changes(settings(), settings(seed=1)) == [("run.seed", 0, 1)]
+
+
+@pytest.mark.parametrize("answer", [True, False])
+def test_a_terminal_is_asked(answer, made, monkeypatch, capsys):
+    import sys
+
+    from podium.cli import train
+
+    made().train()
+    for stream in (sys.stdin, sys.stderr):
+        monkeypatch.setattr(stream, "isatty", lambda: True)
+    monkeypatch.setattr(train.typer, "confirm", lambda text, **given: answer)
+    trainer = made("optimizer.lr=0.01", steps=2)
+    if answer:
+        assert train._train(trainer, True, False).steps == 2
+    else:
+        with pytest.raises(ChangedSettings):
+            train._train(trainer, True, False)
+    assert "optimizer.lr" in capsys.readouterr().err
