@@ -41,6 +41,10 @@ class Facts:
     samples: list[dict[str, Any]]
     """Of the last step that has any."""
     nonfinite: list[str]
+    error: dict[str, Any] | None
+    """What ended the run's last part."""
+    stacks: str
+    """Written by a process that ended itself: a wait reacted to nothing."""
     finished: bool
     silent_seconds: float
     """Since the last metrics were written."""
@@ -85,10 +89,23 @@ def read_run(path: str | Path) -> Facts:
         reports=reports,
         alarms=list(read_jsonl(run.path / "alarms.jsonl")),
         samples=list(read_jsonl(files[-1])) if files else [],
+        error=_error(run),
+        stacks=stacks.read_text(errors="replace") if (stacks := run.path / "reports" / "stacks.txt").is_file() else "",
         nonfinite=sorted(p.name for p in run.samples.glob("nonfinite_*.jsonl")),
         finished=run.summary.exists(),
         silent_seconds=time.time() - newest,
     )
+
+
+def _error(run: RunFolder) -> dict[str, Any] | None:
+    """`error.json`, unless the run has gone on since."""
+    path = run.path / "error.json"
+    try:
+        error = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError, UnicodeDecodeError):
+        return None
+    later = any((row.get("time") or 0) > (error.get("time") or 0) for row in run.read_metrics()[-1:])
+    return None if later else error
 
 
 def examine(facts: Facts) -> list[Finding]:
@@ -133,9 +150,51 @@ def _blocked_at(report: dict[str, Any]) -> str:
     return ""
 
 
+def errors(facts: Facts) -> Iterator[Finding]:
+    """What ended the run. A deadline's report, or a watched number's bound, says more: those are findings of their own."""
+    if facts.stacks.strip():
+        yield Finding(
+            "error",
+            "hang: the process ended itself",
+            "a wait reacted neither to a signal nor to an exception",
+            f"reports/stacks.txt: {_first_frame(facts.stacks)}",
+            "native code does not return (a collective, a driver, a library): the stacks say which",
+        )
+    error = facts.error
+    if error is None or error["type"] in ("KeyboardInterrupt", "DeadlineError" if facts.reports else "", "NumericsError"):
+        return
+    message = " ".join(str(error["message"]).split())[:300]
+    yield Finding(
+        "error",
+        _ERRORS.get(error["type"], error["type"]),
+        f"the run ended after step {error['step']}: {message}",
+        "error.json (with the traceback)",
+        _ERROR_REMEDIES.get(error["type"], f"mend it, then podium train --resume {facts.path}"),
+    )
+
+
+_ERRORS = {
+    "WorkerLost": "a worker is gone or did not answer",
+    "WorkerError": "workers do not agree, or one failed",
+    "OutOfMemoryError": "out of device memory",
+    "RewardError": "a reward failed",
+    "DeadlineError": "a deadline passed",
+}
+_ERROR_REMEDIES = {
+    "OutOfMemoryError": "podium plan on this run's folder says what each phase takes and what to change",
+    "WorkerLost": "was it killed for memory (dmesg)? the message has the ranks and their stacks; --resume goes on",
+    "WorkerError": "the message names the ranks: all must get the same batch, settings and code",
+}
+
+
+def _first_frame(stacks: str) -> str:
+    """The innermost line of the first stack."""
+    return next((" ".join(line.split()) for line in stacks.splitlines() if line.strip().startswith("File")), "")
+
+
 def silence(facts: Facts) -> Iterator[Finding]:
     usual = facts.last("time/step")
-    if facts.finished or facts.reports or not usual:
+    if facts.finished or facts.reports or facts.error or facts.stacks.strip() or not usual:
         return
     if facts.silent_seconds > max(600, 20 * usual):
         yield Finding(
@@ -336,6 +395,7 @@ def bounds(facts: Facts) -> Iterator[Finding]:
 Check = Callable[[Facts], Iterator[Finding]]
 CHECKS: tuple[Check, ...] = (
     hangs,
+    errors,
     silence,
     nonfinite,
     log_probs,

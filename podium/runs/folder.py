@@ -4,6 +4,7 @@ runs/<name>/
   settings.yaml              every setting, defaults written out
   metrics.jsonl              one JSON object a step: step, time (Unix seconds), and the metrics
   samples/step_000012.jsonl  some of that step's rollouts; nonfinite_step_*.jsonl: all rows of a step that gave no finite number
+  error.json                 what ended the run, where an error did
   alarms.jsonl               watched numbers that went beyond their bounds
   checkpoints/  model/       all state at a step's border; the Hugging Face folder at the end
   plot.png  summary.json     curves; what came out
@@ -20,6 +21,7 @@ import os
 import re
 import socket
 import time
+import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
@@ -98,6 +100,11 @@ class RunFolder:
     @property
     def model(self) -> Path:
         return self.path / "model"
+
+    @property
+    def reported(self) -> bool:
+        """A deadline has passed, and there is a report of it."""
+        return any(p.stat().st_size for p in self.reports.glob("*"))
 
     @property
     def reports(self) -> Path:
@@ -228,6 +235,13 @@ class RunFolder:
         self.samples.mkdir(exist_ok=True)
         _write(self.samples / name, "".join(json.dumps(_plain(row), ensure_ascii=False) + "\n" for row in rows))
         return self.samples / name
+
+    def write_error(self, step: int, error: BaseException) -> None:
+        """`error.json`: what ended the run after `step` steps, for `podium doctor`. Never raises."""
+        lines = traceback.format_exception(error)
+        said = {"step": step, "time": round(time.time(), 3), "type": type(error).__name__, "message": str(error)}
+        with contextlib.suppress(Exception):
+            _write(self.path / "error.json", json.dumps({**said, "traceback": "".join(lines)[-20_000:]}, indent=1) + "\n")
 
     def write_alarm(self, alarm: Mapping[str, Any]) -> None:
         """One line of `alarms.jsonl`: a watched number went beyond its bound, or came back. At most `MOST_ALARMS` lines."""

@@ -88,6 +88,7 @@ class Loop:
                     self._save()
                 self._end_save()
             except BaseException as error:
+                self.run.write_error(self.trainer.step, error)
                 self._rescue(error)
                 raise
         return self._finish(interrupted)

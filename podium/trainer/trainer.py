@@ -159,7 +159,7 @@ class Trainer:
                 run.close()
                 if not writes:
                     shutil.rmtree(run.path.parent, ignore_errors=True)
-                elif old is None and not run.metrics.exists():  # nothing was measured: there is no run
+                elif old is None and not run.metrics.exists() and not run.reported:  # nothing was measured: there is no run
                     shutil.rmtree(run.path, ignore_errors=True)
             return replace(result, run_folder=self.executor.same(result.run_folder))
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from podium.cli.main import main
-from podium.core.errors import NumericsError
+from podium.core.errors import NumericsError, RewardError
 from podium.doctor.numerics import examine_numerics
 from podium.doctor.run import examine, read_run
 from podium.recipes import build, load
@@ -139,6 +139,21 @@ def test_a_gradient_that_is_not_finite(folder: Path, stop: bool, monkeypatch: py
 def test_watching_can_be_switched_off(folder: Path) -> None:
     train("watch.enabled=false", "run.steps=1")
     assert not any(name.startswith("watch/") for name in read_run("runs/run").steps[0])
+
+
+def test_an_error_is_kept_for_the_doctor(folder: Path) -> None:
+    calls: list[int] = []
+
+    def breaks(prompts: Any, completions: Any, **columns: Any) -> list[float]:
+        calls.append(1)
+        if len(calls) == 3:
+            raise ValueError("no judge today")
+        return by_length(prompts, completions)
+
+    with pytest.raises(RewardError):
+        train(reward=breaks)
+    (found,) = (f for f in examine(read_run("runs/run")) if f.severity == "error")
+    assert found.cause == "a reward failed" and "no judge today" in found.what
 
 
 def test_equal_rewards(folder: Path) -> None:

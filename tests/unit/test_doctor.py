@@ -112,6 +112,24 @@ def test_a_run_that_stopped_without_a_word(tmp_path: Path) -> None:
     assert causes(folder) == ["stopped without a word"]
 
 
+def test_what_ended_the_run(tmp_path: Path) -> None:
+    from podium.core.errors import WorkerError
+    from podium.runs.folder import RunFolder
+
+    folder = run_with(tmp_path / "run", finished=False)
+    error = WorkerError("rank 1 got 12 rows, the others 16", where="update_actor")
+    RunFolder.open(folder).write_error(8, error)
+    (found,) = examine(read_run(folder))
+    assert found.severity == "error" and "workers do not agree" in found.cause and "rank 1 got 12 rows" in found.what
+    with (folder / "metrics.jsonl").open("a") as file:  # it went on
+        file.write(json.dumps({"step": 9, "time": 9e9, **HEALTHY}) + "\n")
+    assert causes(folder) == []
+    (folder / "reports").mkdir()
+    (folder / "reports/stacks.txt").write_text("Thread 0x1 (most recent call first):\n  File x.py, line 3 in all_reduce\n")
+    (found,) = examine(read_run(folder))
+    assert "ended itself" in found.cause and "all_reduce" in found.evidence
+
+
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def run(*arguments: str) -> tuple[int, str]:
         with pytest.raises(SystemExit) as ended:
