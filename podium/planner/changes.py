@@ -45,6 +45,10 @@ def candidates(settings: RecipeSettings, cluster: Cluster, plan: Plan, sizes: Si
         yield over
         if least:
             yield [*least, *over]
+    if settings.model.lora is None and settings.optimizer.states != "8bit":
+        states = [f"{name}.states=8bit" for name in ("optimizer", "critic") if hasattr(settings, name)]
+        yield states
+        yield [*least, *states]
     if lower_bits:
         yield lower_bits
         yield [*least, *lower_bits]

@@ -103,7 +103,8 @@ def role_spec(
 
         path = own or _actor_path(settings, needs)
         check_divides(load_config(path, trust_remote_code=model.trust_remote_code), ranks, f"resource_pool.{role}.parallel")
-    states = getattr(settings.optimizer, "states", "fp32")
+    optimizer = getattr(settings, "critic", None) if role in CRITICS else None
+    states = (optimizer or settings.optimizer).states
     return RoleSpec(
         role=role,
         shape=shape,
@@ -114,7 +115,7 @@ def role_spec(
         quantization=model.quantization if own is None and lora else "none",
         shares=shares,
         offload=not single and _offloads(settings, role),
-        moment_bytes=2.05 if states == "8bit" else 8.0,
+        moment_bytes=2 + 8 / 256 if states == "8bit" else 8.0,
         recompute=getattr(model, "recompute", None) or getattr(settings.batch, "recompute", None) or "none",
         cuda=not device.is_cpu,
         single=single,

@@ -128,6 +128,16 @@ def test_no_config(tmp_path: Path) -> None:
 # ------------------------------------------------------------------ what stays
 
 
+def test_eight_bit_moments() -> None:
+    from podium.algorithms.losses import LOSSES
+
+    model = tiny_model()
+    engine = SingleDeviceEngine(ActorModel(model), optimizer=OptimizerSettings(states="8bit"))
+    engine.update(rows(64), LOSSES["supervised"]())
+    held = bytes_of(engine.state_dict()["optimizer"]["moments"])
+    assert spec(model, moment_bytes=2 + 8 / 256).moments == pytest.approx(held, rel=0.02)  # blocks that are not full
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("lora", [0, 4])
 def test_optimizer_bytes_are_those_of_the_engine(dtype: torch.dtype, lora: int, tmp_path: Path) -> None:
