@@ -114,8 +114,13 @@ class AdvantageStage(Stage):
         self.writes = tuple(self.outputs.get(n, n) for n in spec.writes)
 
     def run(self, batch: Batch, context: StepContext) -> Batch:
-        names = {"columns": self.columns, "outputs": self.outputs}
-        out = estimate_advantages(batch.select(*self.reads), estimator=self.estimator, **names, **self.estimator_settings)
+        out = estimate_advantages(
+            batch.select(*self.reads),
+            estimator=self.estimator,
+            columns=self.columns,
+            outputs=self.outputs,
+            **self.estimator_settings,
+        )
         measure_advantages(out, self.outputs.get("advantages", "advantages"), context)
         return out.select(*self.writes)
 

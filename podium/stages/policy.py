@@ -184,7 +184,7 @@ class PPOStage(OnPolicyStage):
             kl_place="reward",
         )
         self.stepwise, self.whiten_advantages, self.value_clip = use_stepwise_reward, whiten_advantages, value_clip
-        self.gae = {"gamma": gamma, "gae_lambda": gae_lambda}
+        self.gae: dict[str, Any] = {"gamma": gamma, "gae_lambda": gae_lambda}
         self.critic_warmup_steps = critic_warmup_steps
         self.policy_loss()  # what cannot be is said now
 
@@ -232,7 +232,7 @@ class SafeRLHFStage(PPOStage):
         )
 
     def advantages(self) -> list[Stage]:
-        raw = {"whiten_advantages": False, **self.gae}  # whitened once, when they are one
+        raw: dict[str, Any] = {"whiten_advantages": False, **self.gae}  # whitened once, when they are one
         return [
             ValueStage("cost_critic", "cost_values"),
             TokenCostStage(),

@@ -108,7 +108,11 @@ def estimate_constrained_advantages(
     Returns:
         the batch with `advantages`, `returns`, `cost_returns` and what they were made of.
     """
-    gae = {"gamma": gamma, "gae_lambda": gae_lambda, "whiten_advantages": False}  # whitened once, when they are one
+    gae: dict[str, Any] = {
+        "gamma": gamma,
+        "gae_lambda": gae_lambda,
+        "whiten_advantages": False,
+    }  # whitened once, when they are one
     batch = estimate_advantages(batch, kl_coef=kl_coef, outputs=REWARD_OUTPUTS, **gae)
     batch = batch.union(place_token_costs(batch))
     batch = estimate_advantages(batch, columns=COST_COLUMNS, outputs=COST_OUTPUTS, **gae)
