@@ -2,6 +2,7 @@
 #
 #   make quickstart                 the guided first run (core install only)
 #   make test                       the test suite
+#   make test-slow                  what it leaves out: clusters, four processes, runs of minutes
 #   make chaos                      runs are killed, starved and damaged; each must end as if nothing had happened
 #   make soak                       memory and log volume of a long tiny run
 #
@@ -23,7 +24,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: help install quickstart test chaos soak lint format wheel bench clean
+.PHONY: help install quickstart test test-slow chaos soak lint format wheel bench clean
 .DEFAULT_GOAL := help
 
 help:
@@ -56,7 +57,10 @@ quickstart: $(VENV)/.core
 	$(BIN)/podium quickstart $(ARGS)
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -n $(JOBS) --maxprocesses 4 --dist loadgroup $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --maxprocesses 4 --dist loadgroup -m "not slow" $(ARGS)
+
+test-slow: $(VENV)/.test
+	$(BIN)/python -m pytest -m slow $(ARGS)
 
 chaos: $(VENV)/.test
 	$(BIN)/python benchmarks/chaos.py $(ARGS)
