@@ -38,13 +38,13 @@ COMMON: dict[str, Any] = {
     "rollout": {"max_new_tokens": 8},
     "evaluation": {"every_steps": 10, "temperature": 1.0},
     "checkpoint": {"export": False},
-    "run": {"steps": 90, "threads": 1, "trackers": [], "log_samples": 0, "progress": False},
+    "run": {"steps": 120, "threads": 1, "trackers": [], "log_samples": 0, "progress": False},
 }
 CORRECT = {"function": "podium.quickstart.task:correct"}
 COST = {"function": "benchmarks.safe_rlhf:said_again"}
 SETTINGS: dict[str, dict[str, Any]] = {
     "ppo": {"rewards": [CORRECT, {**COST, "weight": 0.0}]},  # the cost is measured, and counts for nothing
-    "safe_rlhf": {"rewards": [CORRECT], "costs": [COST], "lagrange": {"threshold": THRESHOLD, "initial": 0.5, "lr": 0.5}},
+    "safe_rlhf": {"rewards": [CORRECT], "costs": [COST], "lagrange": {"threshold": THRESHOLD, "initial": 0.5, "lr": 1.0}},
 }
 TITLES = {"cost": "mean cost", "reward": "right answers", "multiplier": "Lagrange multiplier"}
 COLUMNS = {

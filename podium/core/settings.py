@@ -37,18 +37,13 @@ class RopeScalingSettings(Settings):
     """`linear`, `yarn` or `llama3` (the names of `transformers`)."""
     factor: float = Field(gt=1)
     """How much longer than the model's own the context becomes."""
-    original_max_position_embeddings: int | None = Field(default=None, gt=0)
-    """The context that the model was trained for; by default its config's `max_position_embeddings`."""
-    attention_factor: float | None = Field(default=None, gt=0)
-    """YaRN's factor on the attention logits; by default from `factor`."""
-    beta_fast: float | None = None
-    """YaRN: where extrapolation ends."""
-    beta_slow: float | None = None
-    """YaRN: where interpolation begins."""
-    low_freq_factor: float | None = None
-    """Llama 3: wavelengths above original / this are scaled."""
-    high_freq_factor: float | None = None
-    """Llama 3: wavelengths below original / this are left alone."""
+    options: dict[str, float] = Field(default_factory=dict)
+    """The type's own fields, by the names of `transformers`: `beta_fast`, `original_max_position_embeddings`..."""
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """All of it in one mapping, as a config holds it."""
+        return {"rope_type": self.rope_type, "factor": self.factor, **self.options}
 
     @field_validator("rope_type")
     @classmethod
@@ -65,13 +60,13 @@ class RopeScalingSettings(Settings):
 
     @model_validator(mode="after")
     def _fields_of_type(self) -> RopeScalingSettings:
-        of_type = {"yarn": {"attention_factor", "beta_fast", "beta_slow"}, "llama3": {"low_freq_factor", "high_freq_factor"}}
-        special = set().union(*of_type.values()) & {name for name, value in self if value is not None}
-        odd = sorted(special - of_type.get(self.rope_type, set()))
-        if odd:
-            raise ValueError(f"{odd[0]} has no meaning for rope_type '{self.rope_type}'")
-        if self.rope_type == "llama3" and None in (self.low_freq_factor, self.high_freq_factor):
-            raise ValueError("rope_type 'llama3' needs low_freq_factor and high_freq_factor (Llama 3.1: 1.0 and 4.0)")
+        of_type = {"yarn": ("attention_factor", "beta_fast", "beta_slow"), "llama3": ("low_freq_factor", "high_freq_factor")}
+        mine = of_type.get(self.rope_type, ())
+        for name in self.options:
+            if name not in (*mine, "original_max_position_embeddings"):
+                raise ValueError(f"{name} has no meaning for rope_type '{self.rope_type}'; {did_you_mean(name, mine)}")
+        if self.rope_type == "llama3" and not set(mine) <= set(self.options):
+            raise ValueError("rope_type 'llama3' needs options low_freq_factor and high_freq_factor (Llama 3.1: 1.0 and 4.0)")
         return self
 
 
@@ -88,10 +83,6 @@ class ModelSettings(Settings):
     """A sequence-classification model that scores responses (in addition to `rewards`)."""
     reward_heads: dict[str, float] = Field(default_factory=dict)
     """For a reward model with several scores: their names and weights."""
-    cost_path: str | None = None
-    """A sequence-classification model whose score is a cost (Safe-RLHF; in addition to `costs`)."""
-    teacher_path: str | None = None
-    """The teacher of on-policy distillation: a causal LM with the same tokenizer."""
     trust_remote_code: bool = False
     """Run python code that ships with the model. Off unless asked."""
     chat_template: str | None = None
@@ -235,6 +226,9 @@ class OptimizerSettings(Settings):
     """Gradients are scaled down to this norm."""
     states: Literal["fp32", "8bit"] = "fp32"
     """AdamW's two moments: 8 bytes a trained weight, or 2."""
+    offload: bool = False
+    """Master weights and moments live in the CPU's memory, where a role has several workers: slower updates, 12 bytes a trained
+    weight less on the devices."""
 
     @field_validator("betas")
     @classmethod
@@ -242,26 +236,6 @@ class OptimizerSettings(Settings):
         if not all(0 <= beta < 1 for beta in betas):
             raise ValueError("each must be at least 0 and less than 1")
         return betas
-
-
-class ParallelSettings(Settings):
-    """How a role's workers divide its work. The sizes multiply to the number of workers."""
-
-    data: int = Field(default=0, ge=0)
-    """Copies of the model; each gets other rows. 0: as many as the other sizes leave workers for."""
-    shard: int = Field(default=1, gt=0)
-    """FSDP2: each worker stores a piece of every tensor, and gets other rows."""
-    tensor: int = Field(default=1, gt=0)
-    """Heads and widths are divided; the same rows. Must divide the model's heads."""
-    sequence: int = Field(default=1, gt=0)
-    """The packed row is divided (long contexts); the same rows. Must divide the model's heads."""
-    offload_optimizer: bool = False
-    """Master weights and moments live in the CPU's memory: slower updates, 12 bytes a weight less on the device."""
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """By axis, as `Ranks.fit` takes them."""
-        return {"data": self.data, "shard": self.shard, "tensor": self.tensor, "sequence": self.sequence}
 
 
 class BatchSettings(Settings):
@@ -429,11 +403,12 @@ class DeadlineSettings(Settings):
     """How long a run waits, in seconds (0: without end). When a deadline passes a report is written, then `action` is taken."""
 
     rollout: float = Field(default=3600.0, ge=0)
-    """A rollout. In other processes `executor.deadline_seconds` holds for it, and for `call`."""
+    """A rollout. (In other processes `call` holds for it.)"""
     reward: float = Field(default=1800.0, ge=0)
     """Scoring a step's responses: reward functions, models, remote scorers, together."""
     call: float = Field(default=3600.0, ge=0)
-    """Any other stage: log-probs, values, updates with their weight hand-over."""
+    """Any other stage: log-probs, values, updates with their weight hand-over; in other processes any call of a role, and how
+    long ranks wait for each other."""
     data: float = Field(default=600.0, ge=0)
     """Taking a step's rows from the data."""
     save: float = Field(default=3600.0, ge=0)
@@ -442,8 +417,6 @@ class DeadlineSettings(Settings):
     """`stop` with a checkpoint; make the step again (`retry`); start the workers again from the last checkpoint (Ray)."""
     retries: int = Field(default=2, ge=0)
     """How often a step is made again, where `action` is `retry`; then the run stops."""
-    grace: float = Field(default=60.0, ge=0)
-    """What cannot be broken off ends the process so many seconds after its deadline, stacks written (0: never)."""
 
 
 class ExecutorSettings(Settings):
@@ -453,8 +426,6 @@ class ExecutorSettings(Settings):
     """Processes of the pool, where `resource_pool` describes none: so many GPUs, or CPU processes where there is none."""
     address: str | None = None
     """A running Ray cluster (`auto`, `host:port`); by default RAY_ADDRESS, else one is started on this machine."""
-    deadline_seconds: float = Field(default=3600.0, gt=0)
-    """The longest that one call of a role may take, and that ranks wait for each other."""
     restarts: int = Field(default=3, ge=0)
     """How often a run that lost a worker goes on from its last checkpoint by itself (Ray)."""
 

@@ -81,7 +81,10 @@ class RolloutEngine(Protocol):
         ...
 
     def step(self) -> list[Trajectory]:
-        """Advances every running request by at most one token; returns those that finished."""
+        """Advances the running requests; returns those that finished.
+
+        By one token, or by several where the engine looks at its device less often.
+        """
         ...
 
     def abort(self, request_id: int) -> Trajectory | None:

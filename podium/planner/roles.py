@@ -104,7 +104,7 @@ def role_spec(
         path = own or _actor_path(settings, needs)
         check_divides(load_config(path, trust_remote_code=model.trust_remote_code), ranks, f"resource_pool.{role}.parallel")
     optimizer = getattr(settings, "critic", None) if role in CRITICS else None
-    states = (optimizer or settings.optimizer).states
+    optimizer = optimizer or settings.optimizer
     return RoleSpec(
         role=role,
         shape=shape,
@@ -114,9 +114,9 @@ def role_spec(
         lora=lora,
         quantization=model.quantization if own is None and lora else "none",
         shares=shares,
-        offload=not single and _offloads(settings, role),
-        moment_bytes=2 + 8 / 256 if states == "8bit" else 8.0,
-        recompute=getattr(model, "recompute", None) or getattr(settings.batch, "recompute", None) or "none",
+        offload=not single and optimizer.offload,
+        moment_bytes=2 + 8 / 256 if optimizer.states == "8bit" else 8.0,
+        recompute=settings.batch.activation_checkpointing,
         cuda=not device.is_cpu,
         single=single,
     )
@@ -131,13 +131,13 @@ def _own_path(settings: RecipeSettings, needs: Needs, role: str) -> str | None:
         "reference": model.reference_path,
         "critic": model.critic_path,
         "cost_critic": model.critic_path,
-        "teacher": model.teacher_path,
+        "teacher": getattr(model, "teacher_path", None),
     }
     if role in paths:
         return given or paths[role]
     if kind == "reward":
         return given or (model.reward_path if role not in needs.trained else None)
-    return given or (model.cost_path if kind == "cost" else None)
+    return given or (getattr(model, "cost_path", None) if kind == "cost" else None)
 
 
 def _actor_path(settings: RecipeSettings, needs: Needs) -> str:
@@ -171,9 +171,3 @@ def _itemsize(dtype: str, device: Device) -> int:
 def _backend(settings: RecipeSettings, role: str) -> str:
     given = settings.resource_pool.get(role)
     return str(given.get("backend", "auto")) if isinstance(given, dict) else "auto"
-
-
-def _offloads(settings: RecipeSettings, role: str) -> bool:
-    given = settings.resource_pool.get(role)
-    own = isinstance(given, dict) and bool(given.get("offload_optimizer"))
-    return own or bool(getattr(getattr(settings, "parallel", None), "offload_optimizer", False))

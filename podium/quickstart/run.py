@@ -64,7 +64,7 @@ def run(
         as_json: ends with the report as one JSON object on stdout.
         executor: settings of the executor; by default this process.
     """
-    players = create_executor(parse(ExecutorSettings, executor or {}, "executor"))
+    players = create_executor(parse(ExecutorSettings, executor or {}, "executor"), deadline=3600.0)
     say = _printer(as_json) if players.writes else _say_nothing
     started = time.perf_counter()
     home = players.same(RunFolder.create(folder, f"quickstart-{algorithm}").path if players.writes else None)

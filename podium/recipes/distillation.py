@@ -9,7 +9,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from podium.core.errors import ConfigError
-from podium.core.settings import BatchSettings, OnlineSettings
+from podium.core.settings import BatchSettings, ModelSettings, OnlineSettings
 from podium.recipes._online import kl_keywords, reward_stage, rollout_stage, scored_evaluation, update_keywords
 from podium.stages.base import Stage
 from podium.stages.policy import GRPOStage
@@ -17,8 +17,15 @@ from podium.stages.rollout import LogProbStage
 from podium.trainer.recipe import register_recipe
 
 
+class TeacherModelSettings(ModelSettings):
+    teacher_path: str | None = None
+    """The teacher: a causal LM with the same tokenizer."""
+
+
 class DistillationSettings(OnlineSettings):
     algorithm: str = "distillation"
+    model: TeacherModelSettings = Field(default_factory=TeacherModelSettings)
+    """Models and tokenizer."""
     batch: BatchSettings = Field(default_factory=lambda: BatchSettings(prompts_per_step=128, group_size=1))
     """Sizes: each says its unit."""
 

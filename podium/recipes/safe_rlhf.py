@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from podium.core.errors import ConfigError
-from podium.core.settings import LagrangeSettings, RewardSettings
+from podium.core.settings import LagrangeSettings, ModelSettings, RewardSettings
 from podium.recipes._online import reward_stage, rollout_stage, scored_evaluation, step_reward_stages
 from podium.recipes.ppo import PPOSettings, ppo_keywords
 from podium.stages.base import Stage
@@ -14,8 +14,15 @@ from podium.stages.reward import CostStage
 from podium.trainer.recipe import register_recipe
 
 
+class CostModelSettings(ModelSettings):
+    cost_path: str | None = None
+    """A sequence-classification model whose score is a cost (in addition to `costs`)."""
+
+
 class SafeRLHFSettings(PPOSettings):
     algorithm: str = "safe_rlhf"
+    model: CostModelSettings = Field(default_factory=CostModelSettings)
+    """Models and tokenizer."""
     costs: list[RewardSettings] = Field(default_factory=list)
     """Cost sources, summed by weight: like rewards, and more is worse. `model.cost_path` is one more."""
     lagrange: LagrangeSettings = Field(default_factory=LagrangeSettings)

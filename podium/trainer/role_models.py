@@ -103,7 +103,7 @@ class RoleModels:
 
     def teacher(self, *, temperature: float) -> Any:
         """Another policy, as it is."""
-        model = self.causal_lm("teacher", self.settings.model.teacher_path)
+        model = self.causal_lm("teacher", getattr(self.settings.model, "teacher_path", None))
         model.requires_grad_(False)
         return as_policy(model, temperature)
 
@@ -172,7 +172,7 @@ class RoleModels:
 
     def _loading(self) -> dict[str, Any]:
         model = self.settings.model
-        rope = model.rope_scaling.model_dump() if model.rope_scaling is not None else None
+        rope = model.rope_scaling.fields if model.rope_scaling is not None else None
         return {**self._plain_loading(), "quantization": model.quantization, "rope_scaling": rope}
 
 

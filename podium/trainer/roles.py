@@ -180,7 +180,7 @@ class Roles:
     def _teacher(self) -> Any:
         from podium.workers.reference import ReferenceWorker
 
-        path = self.given.get("teacher") or self.settings.model.teacher_path
+        path = self.given.get("teacher") or getattr(self.settings.model, "teacher_path", None)
         if isinstance(path, str):  # a model in memory brings no tokenizer to compare
             self._check_vocabulary(load_tokenizer(path, needs_end_token=False), path)
         return ReferenceWorker(self._engine("teacher", self.models.teacher(temperature=self._temperature()), None))
@@ -222,6 +222,8 @@ class Roles:
             "microbatch_tokens": self.settings.batch.microbatch_tokens,
             "total_updates": self.needs.updates.get(role),
         }
+        if loss is not None and (optimizer or self.settings.optimizer).offload:
+            options["offload_optimizer"] = True
         if backend == "single" and loss is None:  # what never trains needs nothing that keeps its copies together
             return TRAIN_ENGINES.get("single")(model, **options)
         if options["microbatch_tokens"] == "auto" and self.context.world_size > 1:

@@ -198,7 +198,9 @@ class Trainer:
     def executor(self) -> Executor:
         """Where the workers live: what the trainer was given, else what the settings name, made when it is first asked for."""
         if self._executor is None:
-            self._executor = create_executor(self.settings.executor, self.pool, self.settings.run.device)
+            self._executor = create_executor(
+                self.settings.executor, self.pool, self.settings.run.device, deadline=self.settings.deadlines.call
+            )
         return self._executor
 
     @property

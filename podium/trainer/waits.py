@@ -29,7 +29,7 @@ def run_deadlines(
     limits = {"reward": settings.reward, "data": settings.data, "save": settings.save}
     if local:
         limits |= {"rollout": settings.rollout, "call": settings.call}
-    return Deadlines(limits, folder, note, settings.grace, facts)
+    return Deadlines(limits, folder, note, facts=facts)
 
 
 def kind_of(stage: Stage) -> str:

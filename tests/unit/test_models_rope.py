@@ -33,8 +33,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("scaling", [YARN, LLAMA3, {"rope_type": "linear", "factor": 2.0}])
 def test_the_numbers_are_those_of_plain_transformers(folder: Path, tmp_path: Path, scaling: dict[str, Any]) -> None:
-    settings = RopeScalingSettings(**scaling)
-    model = load_causal_lm(folder, dtype="float32", rope_scaling=settings.model_dump())
+    settings = RopeScalingSettings(
+        rope_type=scaling["rope_type"],
+        factor=scaling["factor"],
+        options={name: value for name, value in scaling.items() if name not in ("rope_type", "factor")},
+    )
+    model = load_causal_lm(folder, dtype="float32", rope_scaling=settings.fields)
     config = AutoConfig.from_pretrained(folder)
     config.rope_parameters = {"rope_theta": config.rope_parameters["rope_theta"], **scaling}
     if scaling["rope_type"] != "linear":
@@ -102,7 +106,8 @@ def test_a_model_without_rotary_embedding_is_refused() -> None:
         ({"rope_type": "dynamic", "factor": 2}, "would depend on the micro-batches"),
         ({"rope_type": "yarn", "factor": 0.5}, "greater than 1"),
         ({"rope_type": "yarn", "factr": 2}, "did you mean 'factor'"),
-        ({"rope_type": "linear", "factor": 2, "beta_fast": 32}, "no meaning"),
+        ({"rope_type": "linear", "factor": 2, "options": {"beta_fast": 32}}, "no meaning"),
+        ({"rope_type": "yarn", "factor": 2, "options": {"beta_fats": 32}}, "did you mean 'beta_fast'"),
         ({"rope_type": "llama3", "factor": 2}, "low_freq_factor"),
     ],
 )

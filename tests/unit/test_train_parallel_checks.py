@@ -8,7 +8,6 @@ from transformers import LlamaConfig
 
 from podium.core.errors import ConfigError
 from podium.core.ranks import Ranks, WorkerContext
-from podium.core.settings import ParallelSettings
 from podium.engines.train import create_train_engine
 from podium.engines.train.loss_scale import LossScale
 from podium.engines.train.sharded import ShardedEngine
@@ -54,9 +53,9 @@ def test_with_one_worker_any_backend_is_one_device(backend: str) -> None:
     assert type(engine) is SingleDeviceEngine
 
 
-def test_settings_name_the_axes_of_ranks() -> None:
-    settings = ParallelSettings(shard=2, tensor=2)
-    assert Ranks.fit(settings.sizes, 8) == Ranks(data=2, shard=2, tensor=2)
+def test_offloaded_states_are_for_several_workers() -> None:
+    with pytest.raises(ConfigError, match="one worker keeps its optimizer's states"):
+        create_train_engine("fsdp", ActorModel(tiny_model("llama")), context=WorkerContext(), offload_optimizer=True)
 
 
 def test_loss_scale_halves_on_overflow_and_doubles_after_good_updates() -> None:

@@ -122,7 +122,7 @@ class Waiter:
         lost = WorkerLost(
             f"{names_of(waiting)} did not answer within {self.deadline:g} s{others}",
             where=self.what,
-            remedy="if the call may take longer: executor.deadline_seconds",
+            remedy="if the call may take longer: deadlines.call",
         )
         lost.add_note(f"where they were:{stacks}")
         raise lost
