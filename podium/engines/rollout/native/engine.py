@@ -88,7 +88,7 @@ class NativeEngine:
         store_by_columns(model)
         self._storage = storage_fingerprint(model)
         try:
-            with podium_attention(model), self._generating():
+            with podium_attention(model), generating(self.model, self.base):
                 verify_head(model)
         except ModelError as error:
             raise ModelError(
@@ -110,7 +110,7 @@ class NativeEngine:
 
         Raises RolloutError, naming request and position, where logits are not finite; nothing is advanced then.
         """
-        with self._generating():
+        with generating(self.model, self.base):
             if self._stale:
                 self._recompute()
             finished = self._decode() if self._scheduler.running else []
@@ -308,18 +308,19 @@ class NativeEngine:
         for prefix in [p for p in self._prefixes if not self._scheduler.waits_for(p)]:
             del self._prefixes[prefix]
 
-    @contextmanager
-    def _generating(self) -> Iterator[None]:
-        """Evaluation mode, no gradients, Podium's attention; modes are put back as they were."""
-        training = [module for module in self.model.modules() if module.training] if self.model.training else []
+
+@contextmanager
+def generating(model: PreTrainedModel, base: PreTrainedModel) -> Iterator[None]:
+    """Evaluation mode, no gradients, Podium's attention; modes are put back as they were."""
+    training = [module for module in model.modules() if module.training] if model.training else []
+    for module in training:
+        module.training = False
+    for module in (model, base):
+        if module.config._attn_implementation != IMPLEMENTATION:
+            use_podium_attention(module)
+    try:
+        with torch.inference_mode():
+            yield
+    finally:
         for module in training:
-            module.training = False
-        for module in (self.model, self.base):
-            if module.config._attn_implementation != IMPLEMENTATION:
-                use_podium_attention(module)
-        try:
-            with torch.inference_mode():
-                yield
-        finally:
-            for module in training:
-                module.training = True
+            module.training = True

@@ -18,18 +18,15 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import count
 
 import numpy as np
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from podium.core.errors import RolloutError
 from podium.engines.base import Request, Trajectory
-from podium.engines.rollout.native.engine import Counters
+from podium.engines.rollout.native.engine import Counters, generating
 from podium.engines.rollout.native.graphs import DecodeStep, bucket_of, splits_of
 from podium.engines.rollout.native.looks import Look, draw, truncates
 from podium.engines.rollout.native.memory import cache_pages
@@ -41,7 +38,6 @@ from podium.engines.rollout.native.prepare import cache_for, check, forward_for,
 from podium.engines.rollout.native.scheduler import STOPS, Sequence
 from podium.engines.rollout.requests import Limits
 from podium.engines.rollout.stopping import StopRule, end_token_ids
-from podium.models.attention import IMPLEMENTATION, use_podium_attention
 from podium.models.lm_head import base_of, lm_head_of
 from podium.models.storage import moved_parameters, storage_fingerprint
 
@@ -112,7 +108,7 @@ class PagedEngine:
         longest = self._limits.positions or 1 << 20
         self.state = RowState(max_concurrent, -(-longest // page_size), steps_per_look, self.device)
         self._forward = forward_for(model, self._ops, longest, fused=fused)
-        with self._generating():
+        with generating(self.model, self.base):
             check(model, self._forward, self._ops, self._cache)
         self._decode = DecodeStep(
             self._forward, self.head.logits, self._ops, self._cache, self.state, graphs=graphs and self.device.type == "cuda"
@@ -136,7 +132,7 @@ class PagedEngine:
         Raises RolloutError, naming request and position, where logits are not finite: the request waits again, with what
         it had before.
         """
-        with self._generating():
+        with generating(self.model, self.base):
             if self._stale:
                 self._restart()
             self._wake()
@@ -380,19 +376,3 @@ class PagedEngine:
                 "(NaN, +inf, or all -inf)",
                 remedy="look for NaN in the weights (a too high learning rate?), or use float32",
             )
-
-    @contextmanager
-    def _generating(self) -> Iterator[None]:
-        """Evaluation mode, no gradients, Podium's attention; modes are put back as they were."""
-        training = [module for module in self.model.modules() if module.training] if self.model.training else []
-        for module in training:
-            module.training = False
-        for module in (self.model, self.base):
-            if module.config._attn_implementation != IMPLEMENTATION:
-                use_podium_attention(module)
-        try:
-            with torch.inference_mode():
-                yield
-        finally:
-            for module in training:
-                module.training = True
