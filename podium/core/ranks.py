@@ -10,7 +10,6 @@ from podium.core.errors import ResourceError, did_you_mean
 
 AXES = ("data", "shard", "tensor", "sequence")
 """Outermost first. Ranks along `data` and `shard` get different rows; along `tensor` and `sequence` the same rows."""
-SPLITS_ROWS = ("data", "shard")
 
 
 @dataclass(frozen=True)

@@ -255,9 +255,6 @@ def _preparable(
     return good(list(range(len(data.examples))))
 
 
-_LABELLED = {True: "answer labelled true", False: "answer labelled false"}
-
-
 def _sides(kind: str, batch: Batch) -> dict[str, Any]:
     """Which rows of the batch hold which answers (numbers of rows)."""
     every = list(range(len(batch)))

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from pydantic import Field, model_validator
 
@@ -248,8 +246,3 @@ def _free_disk(folder: Path) -> int:
     while not folder.exists():
         folder = folder.parent
     return shutil.disk_usage(folder).free
-
-
-def describe_devices() -> list[Mapping[str, Any]]:
-    """The table, for the docs."""
-    return [vars(device) for device in DEVICES.values()]
