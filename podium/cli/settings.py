@@ -11,7 +11,9 @@ from podium.core.errors import ConfigError, did_you_mean
 
 
 def command(
-    algorithm: Annotated[str, typer.Argument(help="Whose settings: grpo, ppo, sft, reward_model.")] = "grpo",
+    algorithm: Annotated[
+        str, typer.Argument(help="Whose settings: grpo, ppo, dpo, sft and others (docs/overview.md).")
+    ] = "grpo",
     filter: Annotated[str, typer.Argument(help="Only settings with this in their name or description.")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
 ) -> None:

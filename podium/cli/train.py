@@ -18,7 +18,9 @@ def command(
         list[str] | None,
         typer.Argument(metavar="RECIPE.yaml | KEY=VALUE", help="A recipe, and settings that differ from it."),
     ] = None,
-    algorithm: Annotated[str | None, typer.Option(help="Without a recipe: grpo, ppo, sft, reward_model.")] = None,
+    algorithm: Annotated[
+        str | None, typer.Option(help="Without a recipe: grpo, ppo, dpo, sft and others (docs/overview.md).")
+    ] = None,
     model: Annotated[str | None, typer.Option(help="Model folder, hub name or GGUF file (model.path).")] = None,
     data: Annotated[str | None, typer.Option(help="JSONL or parquet file, or reasoning_gym:TASK (data.path).")] = None,
     reward: Annotated[

@@ -482,7 +482,7 @@ class OnlineSettings(RecipeSettings):
     clip_high: float | None = Field(default=None, gt=0)
     """The ratio is clipped above 1 + clip_high; by default the policy loss's own (`clip`: 0.2)."""
     dual_clip: float | None = Field(default=None, gt=1)
-    """Lower bound on the objective for negative advantages (Ye et al. 2020); None: off."""
+    """Lower bound on the objective for negative advantages (Ye et al. 2019); None: off."""
     policy_loss: str = "clip"
     """A registered policy loss: `clip` (PPO's surrogate), `gspo`, `cispo`, `reinforce`, or your own."""
     correction: CorrectionSettings = Field(default_factory=CorrectionSettings)

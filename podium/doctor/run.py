@@ -135,7 +135,11 @@ def staleness(facts: Facts) -> Iterator[Finding]:
     last = facts.last("watch/staleness")
     if last is not None and last > 8:
         yield Finding(
-            "warning", "old samples", f"samples are {last:.1f} updates old on average", "watch/staleness", "lower max_staleness"
+            "warning",
+            "old samples",
+            f"samples are {last:.1f} updates old on average",
+            "watch/staleness",
+            "sample again before each step's updates; watch.staleness.stop bounds it",
         )
 
 
