@@ -210,7 +210,7 @@ def _device(kind: NodeSettings) -> Device:
     return Device(kind.device, **given)
 
 
-def this_machine(run_device: str = "auto", threads: int = 0, disk_of: str | Path = ".") -> Cluster:
+def this_machine(run_device: str = "auto", disk_of: str | Path = ".") -> Cluster:
     """The machine that this runs on, as a cluster of one node."""
     import torch
 
