@@ -1,4 +1,4 @@
-"""Writing files, and what a full or broken disk says to the user."""
+"""Files that are not there, and what a full or broken disk says to the user."""
 
 from __future__ import annotations
 
@@ -6,7 +6,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from podium.core.errors import CheckpointError
+from podium.core.errors import CheckpointError, did_you_mean
+
+
+def nearest_file(path: Path, ending: str) -> str:
+    """A remedy line where `path` is no file: the nearest name in its folder among the files that end so (`.py`)."""
+    if not path.parent.is_dir():
+        return f"no such folder: {path.parent}"
+    names = [p.name for p in path.parent.glob(f"*{ending}")]
+    return did_you_mean(path.name, names) if names else f"that folder has no {ending} file; give the file's path"
 
 
 @contextmanager

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
-from podium.core.errors import ConfigError, did_you_mean
+from podium.core.errors import ConfigError
+from podium.core.files import nearest_file
 
 
 def load_module(source: str, where: str) -> ModuleType:
@@ -25,8 +26,7 @@ def load_module(source: str, where: str) -> ModuleType:
 
 def _from_file(path: Path, where: str) -> ModuleType:
     if not path.is_file():
-        near = did_you_mean(path.name, [p.name for p in path.parent.glob("*.py")]) if path.parent.is_dir() else "no such folder"
-        raise ConfigError(f"no such file: {path}", where=where, remedy=near)
+        raise ConfigError(f"no such file: {path}", where=where, remedy=nearest_file(path, ".py"))
     place = path.resolve()
     stamp = f"{place}:{place.stat().st_mtime_ns}:{place.stat().st_size}"
     name = f"podium_user_{path.stem}_{hashlib.sha256(stamp.encode()).hexdigest()[:12]}"

@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from podium.core.errors import ConfigError, did_you_mean
+from podium.core.files import nearest_file
 from podium.rewards.base import SampleFailure
 from podium.rewards.functions import text_of
 from podium.rewards.processes import CallFailure, DeadlinePool
@@ -265,8 +266,7 @@ CHECKS: dict[str, Callable[[Any, bool, str], Check]] = {
 def _entries(path: str | Path) -> list[Any]:
     path = Path(path)
     if not path.is_file():
-        near = [p.name for p in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
-        raise ConfigError(f"no such file: {path}", where="rewards", remedy=did_you_mean(path.name, near))
+        raise ConfigError(f"no such file: {path}", where="rewards", remedy=nearest_file(path, path.suffix))
     try:
         entries = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:

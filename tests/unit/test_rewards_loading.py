@@ -30,6 +30,7 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "helper.py").write_text("BONUS = 10.0")
     (tmp_path / "broken.py").write_text("import a_package_that_is_not_there")
     (tmp_path / "syntax.py").write_text("def f(:")
+    (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path)
     yield tmp_path
     for name in ("my_rewards", "helper", "broken", "syntax"):
@@ -71,7 +72,8 @@ def test_functions_names_and_weights(folder):
         ("exact_mach", r"no built-in reward is called 'exact_mach'\n.*did you mean 'exact_match'"),
         ("my_rewards.py:shorter", r"my_rewards\.py: it has no function 'shorter'\n.*did you mean 'short'"),
         ("my_reward.py:short", r"no such file: my_reward\.py\n.*did you mean 'my_rewards\.py'"),
-        ("nowhere/a.py:f", r"no such file: nowhere/a\.py\n.*no such folder"),
+        ("nowhere/a.py:f", r"no such file: nowhere/a\.py\n.*no such folder: nowhere"),
+        ("empty/a.py:f", r"no such file: empty/a\.py\n.*that folder has no \.py file"),
         ("my_reward:short", r"no module 'my_reward'[\s\S]*path/file\.py"),
         ("broken:f", r"broken: cannot be imported: ModuleNotFoundError: No module named 'a_package_that_is_not_there'"),
         ("broken.py:f", r"broken\.py: cannot be imported: ModuleNotFoundError"),
