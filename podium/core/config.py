@@ -25,11 +25,16 @@ class Settings(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _keep_section_defaults(cls, values: Any) -> Any:
-        """A section given in part keeps this class's own defaults for the rest (`kl.coef=0.1` leaves PPO's `kl.place`)."""
+        """A section given in part keeps this class's own defaults for the rest (`kl.coef=0.1` leaves PPO's `kl.place`).
+
+        A list may be given by its indices (`rewards.0.function=...`, where the recipe has no `rewards`).
+        """
         if not isinstance(values, Mapping):
             return values
         out = dict(values)
         for name, field in cls.model_fields.items():
+            if _is_sequence(field.annotation) and _is_indexed(out.get(name)):
+                out[name] = list(out[name].values())
             default = field.get_default(call_default_factory=True) if isinstance(out.get(name), Mapping) else None
             if isinstance(default, Settings):
                 out[name] = {**default.model_dump(exclude_defaults=True), **out[name]}
@@ -214,6 +219,10 @@ def _section(annotation: Any) -> type[Settings] | None:
             if found is not None:
                 return found
     return None
+
+
+def _is_indexed(value: Any) -> bool:
+    return isinstance(value, Mapping) and bool(value) and list(value) == [str(i) for i in range(len(value))]
 
 
 def _is_sequence(annotation: Any) -> bool:

@@ -94,6 +94,12 @@ class ModelSettings(Settings):
     rope_scaling: RopeScalingSettings | None = None
     """Stretches the rotary embedding for contexts longer than the model's own."""
 
+    @field_validator("reward_heads", mode="before")
+    @classmethod
+    def _head_names(cls, heads: Any) -> Any:
+        """YAML reads the names `0` and `1`, which heads without names have, as numbers."""
+        return {str(k) if type(k) is int else k: v for k, v in heads.items()} if isinstance(heads, dict) else heads
+
     @model_validator(mode="after")
     def _quantised_weights_do_not_train(self) -> ModelSettings:
         if self.quantization != "none" and self.lora is None:
@@ -328,6 +334,15 @@ class LagrangeSettings(Settings):
     """Never below this (a multiplier of 0 could not rise again)."""
     maximum: float = Field(default=5.0, gt=0)
     """Never above this: it bounds how far the reward can be given up."""
+
+    @model_validator(mode="after")
+    def _within(self) -> LagrangeSettings:
+        if not self.minimum <= self.initial <= self.maximum:
+            raise ValueError(
+                f"initial={self.initial:g} is not between minimum={self.minimum:g} and maximum={self.maximum:g}; "
+                "the multiplier starts within its bounds"
+            )
+        return self
 
 
 class EvaluationSettings(Settings):

@@ -56,7 +56,7 @@ def head_column(scores: Batch, head: str | None, reward: str) -> Tensor:
         return scores["scores"]
     if head is None:
         what = f"the model has {len(heads)} heads: {', '.join(heads)}"
-        remedy = f"name those that count: models=[model.head('{heads[0]}'), ...], or weights={{'{heads[0]}': 1.0, ...}}"
+        remedy = f"name those that count: model.reward_heads.{heads[0]}=1.0 ..., or in Python models=[model.head(...), ...]"
     else:
         what, remedy = f"the model has no head '{head}'", did_you_mean(head, heads)
     raise RewardError(what, where=f"reward '{reward}'", remedy=remedy)

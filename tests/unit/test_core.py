@@ -10,7 +10,7 @@ from podium.core.errors import BatchError, ConfigError
 from podium.core.metrics import Metrics
 from podium.core.registry import Registry
 from podium.core.seeding import derive_seed
-from podium.core.settings import BatchSettings, OnlineSettings
+from podium.core.settings import BatchSettings, LagrangeSettings, ModelSettings, OnlineSettings
 
 
 def batch():
@@ -119,6 +119,24 @@ def test_batch_sizes_that_do_not_divide_name_what_would():
     with pytest.raises(ConfigError, match=r"minibatch_sequences=10 does not divide the step's 32 sequences .* 8 would"):
         parse(OnlineSettings, {"algorithm": "x", "batch": {"prompts_per_step": 4, "group_size": 8, "minibatch_sequences": 10}})
     assert BatchSettings(prompts_per_step=4, group_size=8, minibatch_sequences=8, epochs=2).updates_per_step == 8
+
+
+def test_a_list_may_be_given_by_its_indices():
+    values = apply_overrides({"algorithm": "ppo"}, ["rewards.0.function=a:f", "rewards.0.weight=2", "rewards.1.function=b:g"])
+    settings = parse(OnlineSettings, values)
+    assert [(r.function, r.weight) for r in settings.rewards] == [("a:f", 2.0), ("b:g", 1.0)]
+    with pytest.raises(ConfigError, match="rewards"):
+        parse(OnlineSettings, apply_overrides({"algorithm": "ppo"}, ["rewards.1.function=a.py:f"]))
+
+
+def test_heads_without_names_may_be_numbers_in_yaml():
+    assert ModelSettings(reward_heads={0: 0.4, "1": 0.6}).reward_heads == {"0": 0.4, "1": 0.6}
+
+
+@pytest.mark.parametrize("given", [{"initial": 30.0}, {"minimum": 3.0, "maximum": 2.0}])
+def test_a_multiplier_starts_within_its_bounds(given):
+    with pytest.raises(ConfigError, match=r"initial=\S+ is not between minimum="):
+        parse(LagrangeSettings, given, where="lagrange")
 
 
 def test_overrides():
