@@ -134,6 +134,12 @@ def _read_line(line: bytes, path: Path, number: int, start: int) -> tuple[Any] |
             where=f"{path}, line {number}",
             remedy="write one JSON object per line",
         ) from None
+    except RecursionError:
+        raise DataError(
+            f"nested too deeply to be read: {_short(text)}",
+            where=f"{path}, line {number}",
+            remedy="write one JSON object per line",
+        ) from None
 
 
 def _from_json_array(path: Path, raw: bytes) -> Rows:

@@ -69,6 +69,7 @@ def test_a_name_that_is_neither_file_nor_data_set():
         ("a.jsonl", "\n \n", r"a\.jsonl: the data set has no rows"),
         ("a.json", "[]", r"a\.json: the data set has no rows"),
         ("a.jsonl", lines() + '{"prompt": "x"', r"a\.jsonl, line 3: not valid JSON: .* at column 15"),
+        ("a.jsonl", "[" * 100_000 + "\n", r"a\.jsonl, line 1: nested too deeply"),
         ("a.json", '[{"prompt": "x"},\n{"prompt" "y"}]', r"a\.json, line 2: not valid JSON"),
         ("a.jsonl", '{"prompt": "x"}\n[1, 2]\n', r"a\.jsonl, line 2: expected an object with columns, found list \(\[1, 2\]\)"),
         ("a.json", '[{"prompt": "x"}, "y"]', r"a\.json, row 2: expected an object with columns, found str"),
