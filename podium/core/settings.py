@@ -481,15 +481,20 @@ class RecipeSettings(Settings):
         return value.lower()
 
 
-class OnlineSettings(RecipeSettings):
-    """Recipes that generate: rewards and rollout."""
+class SampledSettings(RecipeSettings):
+    """Recipes in which the model answers and is scored, if only in an evaluation."""
 
     rewards: list[RewardSettings] = Field(default_factory=list)
     """Reward sources, summed by weight."""
-    step_rewards: list[StepRewardSettings] = Field(default_factory=list)
-    """Rewards for parts of a response, at the tokens that complete them."""
     rollout: RolloutSettings = Field(default_factory=RolloutSettings)
     """How responses are sampled."""
+
+
+class OnlineSettings(SampledSettings):
+    """Recipes that follow a policy gradient."""
+
+    step_rewards: list[StepRewardSettings] = Field(default_factory=list)
+    """Rewards for parts of a response, at the tokens that complete them."""
     kl: KLSettings = Field(default_factory=KLSettings)
     """The KL term against the reference."""
     clip_low: float | None = Field(default=None, gt=0, le=1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from podium.core.settings import OnlineSettings, RecipeSettings
+from podium.core.settings import OnlineSettings, RecipeSettings, SampledSettings
 from podium.stages.graph import StageGraph
 from podium.trainer.recipe import SOURCES, find_recipe
 
@@ -22,7 +22,7 @@ def explain(settings: RecipeSettings) -> list[tuple[str, str, str]]:
         ("sequences per step", str(batch.sequences_per_step), f"{batch.prompts_per_step} {unit} x {batch.group_size}"),
     ]
     longest = settings.data.max_prompt_tokens
-    if isinstance(settings, OnlineSettings) and recipe.data == "prompts":
+    if isinstance(settings, SampledSettings) and recipe.data == "prompts":
         longest += settings.rollout.max_new_tokens
         rows.append(
             (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from podium.core.errors import ConfigError
-from podium.core.settings import GroupSettings, OnlineSettings, RewardSettings
+from podium.core.settings import GroupSettings, OnlineSettings, RewardSettings, SampledSettings
 from podium.rewards.stepwise import StepwiseRewardInjector
 from podium.stages.advantage import advantage_estimator_of
 from podium.stages.base import Stage
@@ -17,11 +17,11 @@ from podium.stages.stepwise import StepwiseRewardStage
 from podium.trainer.evaluation import evaluation_stages
 
 
-def rollout_stage(settings: OnlineSettings) -> RolloutStage:
+def rollout_stage(settings: SampledSettings) -> RolloutStage:
     return RolloutStage(group_size=settings.batch.group_size)
 
 
-def reward_stage(settings: OnlineSettings) -> RewardStage:
+def reward_stage(settings: SampledSettings) -> RewardStage:
     """All reward sources of the settings. Raises ConfigError where there is none."""
     models = [settings.model.reward_path] if settings.model.reward_path else []
     if not models and not settings.rewards:
@@ -49,7 +49,7 @@ def step_reward_stages(settings: OnlineSettings) -> list[Stage]:
     return [StepwiseRewardStage(injectors)]
 
 
-def _overlong(settings: OnlineSettings) -> list[RewardSettings]:
+def _overlong(settings: SampledSettings) -> list[RewardSettings]:
     """DAPO's soft punishment of overlong responses, as one more reward source."""
     if not isinstance(settings, GroupSettings) or not settings.overlong_buffer:
         return []
@@ -141,6 +141,6 @@ def _check_baseline(settings: GroupSettings, needs: tuple[str, ...]) -> None:
         )
 
 
-def scored_evaluation(settings: OnlineSettings) -> list[Stage]:
+def scored_evaluation(settings: SampledSettings) -> list[Stage]:
     """One response per held-out prompt, scored by the same rewards."""
     return evaluation_stages([rollout_stage(settings), reward_stage(settings)], settings.evaluation)

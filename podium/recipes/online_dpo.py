@@ -6,7 +6,7 @@ from pydantic import Field
 
 from podium.algorithms.losses import preference_loss
 from podium.core.errors import ConfigError
-from podium.core.settings import OnlineSettings
+from podium.core.settings import SampledSettings
 from podium.recipes._online import reward_stage, rollout_stage, scored_evaluation
 from podium.stages.base import Stage
 from podium.stages.rollout import LogProbStage
@@ -15,7 +15,7 @@ from podium.stages.update import UpdateStage
 from podium.trainer.recipe import register_recipe
 
 
-class OnlineDPOSettings(OnlineSettings):
+class OnlineDPOSettings(SampledSettings):
     algorithm: str = "online_dpo"
     beta: float = Field(default=0.1, gt=0)
     """Weight of the implicit KL term: the larger, the nearer the reference."""
@@ -29,8 +29,6 @@ def stages(settings: OnlineDPOSettings) -> list[Stage]:
             where="batch.group_size",
             remedy="set batch.group_size=2 or more",
         )
-    if settings.kl.coef > 0:
-        raise ConfigError("the KL term of DPO is its beta", where="kl.coef", remedy="set beta, and leave kl.coef at 0")
     return [
         rollout_stage(settings),
         reward_stage(settings),

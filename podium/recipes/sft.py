@@ -6,7 +6,7 @@ from pydantic import Field
 
 from podium.algorithms.losses import supervised_loss
 from podium.core.errors import ConfigError
-from podium.core.settings import BatchSettings, OnlineSettings, RewardSettings
+from podium.core.settings import BatchSettings, RewardSettings, SampledSettings
 from podium.recipes._online import scored_evaluation
 from podium.stages.base import Stage
 from podium.stages.evaluation import LikelihoodStage
@@ -14,7 +14,7 @@ from podium.stages.update import UpdateStage
 from podium.trainer.recipe import register_recipe
 
 
-class SFTSettings(OnlineSettings):
+class SFTSettings(SampledSettings):
     algorithm: str = "sft"
     batch: BatchSettings = Field(default_factory=lambda: BatchSettings(prompts_per_step=64, group_size=1))
     """Sizes: each says its unit."""
