@@ -86,7 +86,7 @@ class R1Path:
         del config["rollout"]
         return Trainer(config=config, data=pairs, eval_data=held_out)
 
-    def ppo(self, name: str = "3-ppo", *, actor: str = "1-sft", steps: int = 60) -> Trainer:
+    def ppo(self, name: str = "3-ppo", *, actor: str = "1-sft", steps: int = 60, lr: float = 3e-4) -> Trainer:
         """PPO: the three heads, scaled as they come and weighed; a calculator on each step; the KL held near its target."""
         rm = load_reward_model(self.home / "2-reward-model" / "model", dtype="float32")
         stages = [
@@ -100,19 +100,19 @@ class R1Path:
             PPOStage(kl_controller="adaptive", kl_target=2.0, kl_horizon=1000, use_stepwise_reward=True),
         ]
         batch = {"prompts_per_step": self.rows, "minibatch_sequences": 2 * self.rows}
-        config = self.config(name, steps=steps, lr=3e-4, batch=batch, critic={"lr": 1e-3, "betas": [0.9, 0.98]})
+        config = self.config(name, steps=steps, lr=lr, batch=batch, critic={"lr": 1e-3, "betas": [0.9, 0.98]})
         return Trainer(stages=stages, config=config, data=self.problems, eval_data=self.held_out, evaluation=self.truth())
 
     def rejection_sampling(self, name: str = "4-rejection-sampling") -> Trainer:
         """The policy answers training questions several times; SFT on the best, by reward model and calculator."""
-        config = self.config(name, steps=60, lr=3e-4, algorithm="sft", batch={"prompts_per_step": self.rows})
+        config = self.config(name, steps=60, lr=1e-4, algorithm="sft", batch={"prompts_per_step": self.rows})
         config["model"]["path"] = str(self.home / "3-ppo" / "model")
         rows = self.best_answers(self.home / "3-ppo" / "model", answers=8)
         return Trainer(config=config, data=rows, eval_data=self.held_out, evaluation=self.truth())
 
     def second_ppo(self, name: str = "5-ppo") -> Trainer:
         """PPO again, from there; its reference is the model that the second round starts with."""
-        return self.ppo(name, actor="4-rejection-sampling", steps=24)
+        return self.ppo(name, actor="4-rejection-sampling", steps=24, lr=1e-4)
 
     def best_answers(self, model: Path, answers: int) -> list[dict[str, Any]]:
         """Of several answers to each question, the one that the heads like best among those with no wrong step."""

@@ -156,6 +156,8 @@ def _from_json_array(path: Path, raw: bytes) -> Rows:
             where=f"{path}, line {error.lineno}",
             remedy="write a list of objects, or one object per line in a .jsonl file",
         ) from None
+    except RecursionError:
+        raise DataError("nested too deep to be read", where=str(path), remedy="write a flat list of objects") from None
 
 
 def _decode(line: bytes, path: Path, number: int, start: int) -> str:

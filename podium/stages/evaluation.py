@@ -49,7 +49,8 @@ class PairAccuracyStage(Stage):
         context.metrics.add("margin", float(margin.sum()), len(margin))
         for i, name in enumerate(self.heads):
             own = margin[batch["head"][order][chosen] == i]
-            context.metrics.add(f"accuracy/{name}", float((own > 0).sum()), len(own))
+            if len(own):
+                context.metrics.add(f"accuracy/{name}", float((own > 0).sum()), len(own))
         return Batch()
 
     def _of_own_head(self, batch: Batch, out: Batch) -> Tensor:

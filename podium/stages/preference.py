@@ -59,7 +59,8 @@ class DesirabilityStage(Stage):
     def run(self, batch: Batch, context: StepContext) -> Batch:
         ratios, label = _log_ratios(batch, context), batch["label"]
         for name, rows in (("desirable", label), ("undesirable", ~label)):
-            context.metrics.add(f"{name}_log_ratio", float(ratios[rows].sum()), int(rows.sum()))
+            if rows.any():
+                context.metrics.add(f"{name}_log_ratio", float(ratios[rows].sum()), int(rows.sum()))
         return Batch()
 
 
