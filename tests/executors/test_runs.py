@@ -84,19 +84,19 @@ def test_ppo_under_torchrun_has_them_too_and_rank_0_alone_writes(alone, tmp_path
 
 @pytest.mark.slow
 def test_pools_on_two_nodes(alone, tmp_path):
-    """A cluster of two nodes, simulated on this machine: the actor's two workers are on both, the critic where room is left."""
+    """A cluster of two nodes, simulated on this machine: each has room for two: the actor's three workers are on both."""
     ray = pytest.importorskip("ray")
     cluster_utils = pytest.importorskip("ray.cluster_utils")
     if ray.is_initialized():
         pytest.skip("another cluster runs in this process: start this test alone (-k two_nodes)")
-    cluster = cluster_utils.Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    cluster = cluster_utils.Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
     try:
         cluster.add_node(num_cpus=2)
         cluster.wait_for_nodes()
         trainer, result = trained(
             tmp_path,
             executor={"kind": "ray", "address": cluster.address},
-            resource_pool={"critic": {"cpus": 1}, "actor": {"cpus": 2}, "reference": "actor"},
+            resource_pool={"critic": {"cpus": 1}, "actor": {"cpus": 3}, "reference": "actor"},
         )
         places = trainer.executor.placed["actor"].places
         trainer.close()
