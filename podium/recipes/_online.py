@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from podium.core.errors import ConfigError
@@ -21,8 +22,8 @@ def rollout_stage(settings: SampledSettings) -> RolloutStage:
     return RolloutStage(group_size=settings.batch.group_size)
 
 
-def reward_stage(settings: SampledSettings) -> RewardStage:
-    """All reward sources of the settings. Raises ConfigError where there is none."""
+def reward_stage(settings: SampledSettings, shaping: Sequence[RewardSettings] = ()) -> RewardStage:
+    """All reward sources of the settings, and those that shape training only. Raises ConfigError where there is none."""
     models = [settings.model.reward_path] if settings.model.reward_path else []
     if not models and not settings.rewards:
         raise ConfigError(
@@ -32,9 +33,7 @@ def reward_stage(settings: SampledSettings) -> RewardStage:
         )
     if settings.model.reward_heads and not models:
         raise ConfigError("heads of no model", where="model.reward_heads", remedy="set model.reward_path")
-    return RewardStage(
-        models=models, functions=[*settings.rewards, *_overlong(settings)], weights=settings.model.reward_heads or None
-    )
+    return RewardStage(models=models, functions=[*settings.rewards, *shaping], weights=settings.model.reward_heads or None)
 
 
 def step_reward_stages(settings: OnlineSettings) -> list[Stage]:
@@ -49,9 +48,9 @@ def step_reward_stages(settings: OnlineSettings) -> list[Stage]:
     return [StepwiseRewardStage(injectors)]
 
 
-def _overlong(settings: SampledSettings) -> list[RewardSettings]:
-    """DAPO's soft punishment of overlong responses, as one more reward source."""
-    if not isinstance(settings, GroupSettings) or not settings.overlong_buffer:
+def _overlong(settings: GroupSettings) -> list[RewardSettings]:
+    """DAPO's soft punishment of overlong responses, as one more reward source of training (an evaluation measures answers)."""
+    if not settings.overlong_buffer:
         return []
     most = settings.rollout.max_new_tokens
     if settings.overlong_buffer >= most:
@@ -97,7 +96,7 @@ def group_stages(settings: GroupSettings) -> list[Stage]:
     """Rollout, reward, and what an algorithm without a critic makes of them."""
     estimator = advantage_estimator_of(settings.advantage)
     _check_baseline(settings, estimator.needs)
-    rollout, reward = rollout_stage(settings), reward_stage(settings)
+    rollout, reward = rollout_stage(settings), reward_stage(settings, _overlong(settings))
     sampled: list[Stage] = [rollout, reward]
     if settings.sampling_rounds:
         sampled = [DynamicSamplingStage(rollout, reward, rounds=settings.sampling_rounds)]
