@@ -32,10 +32,10 @@ class DistillationSettings(OnlineSettings):
 
 def stages(settings: DistillationSettings) -> list[Stage]:
     """Rollout, the teacher's log-probs, and a policy gradient on the difference. Rewards, where set, are only measured."""
-    if not settings.model.teacher_path:
-        raise ConfigError("no teacher is set", where="model.teacher_path", remedy="give a causal LM with the same tokenizer")
     if settings.step_rewards:
         raise ConfigError("distillation learns from the teacher alone", where="step_rewards", remedy="leave them out")
+    if not settings.model.teacher_path:
+        raise ConfigError("no teacher is set", where="model.teacher_path", remedy="give a causal LM with the same tokenizer")
     measured = [reward_stage(settings)] if settings.rewards or settings.model.reward_path else []
     student = GRPOStage(
         estimator="distillation", kl_place=settings.kl.place, **kl_keywords(settings), **update_keywords(settings)

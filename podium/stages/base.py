@@ -54,6 +54,7 @@ class Stage:
         roles: role handles that it calls.
         updates: the role whose weights it changes, if any. It runs after every other stage that calls that role.
         after: names of stages that must have run before, where no column says so.
+        wants_tokenizer: the run's tokenizer is put into `tokenizer`, where the stage was given none.
     """
 
     name: str = ""
@@ -64,6 +65,8 @@ class Stage:
     roles: tuple[str, ...] = ()
     updates: str | None = None
     after: tuple[str, ...] = ()
+    wants_tokenizer: bool = False
+    tokenizer: Any = None
 
     def expand(self) -> list[Stage]:
         """The stages that this one stands for: itself, or a composite's parts."""

@@ -35,11 +35,11 @@ class CorrectionStage(Stage):
             self.correction(nothing, nothing, nothing.bool(), **settings)  # bounds that make no sense are said now
         except ValueError as error:
             raise ConfigError(str(error), where="correction") from None
-        self.settings_given = settings
+        self.correction_settings = settings
 
     def run(self, batch: Batch, context: StepContext) -> Batch:
         columns = (batch.padded(name) for name in self.reads)
-        corrected = self.correction(*columns, **self.settings_given)
+        corrected = self.correction(*columns, **self.correction_settings)
         for name, (total, count) in corrected.metrics.items():
             context.metrics.add(f"correction/{name}", float(total), float(count))
         out = batch.with_padded("importance_weights", corrected.importance_weights)

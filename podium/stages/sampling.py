@@ -33,16 +33,13 @@ class DynamicSamplingStage(Stage):
 
     def __init__(self, rollout: RolloutStage, reward: RewardStage, *, rounds: int = 4) -> None:
         self.rollout, self.reward, self.rounds = rollout, reward, rounds
+        self.tokenizer = rollout.tokenizer
         self.reads = rollout.reads
         self.writes = (*rollout.writes, *reward.writes)
         self.roles = tuple(dict.fromkeys((*rollout.roles, *reward.roles)))
 
     def models(self) -> dict[str, Any]:
         return {**self.rollout.models(), **self.reward.models()}
-
-    @property
-    def tokenizer(self) -> Any:
-        return self.rollout.tokenizer
 
     def settings(self) -> dict[str, Any]:
         return self.rollout.settings()

@@ -237,15 +237,15 @@ class Trainer:
             note(line)
         for stage in self.graph.stages:
             self._given_models |= stage.models()
-            self._given_tokenizer = self._given_tokenizer or getattr(stage, "tokenizer", None)
+            self._given_tokenizer = self._given_tokenizer or stage.tokenizer
         if isinstance(self.executor, LocalExecutor):
             self.executor.device = device
         backends = {role: name for role, name in self.pool.backends().items() if name in TRAIN_ENGINES}
         roles = Roles(settings, self._given_models, self._given_tokenizer, backends)
         self.tokenizer = roles.tokenizer
         for stage in self.graph.stages:
-            if getattr(stage, "wants_tokenizer", False) and stage.tokenizer is None:  # type: ignore[attr-defined]
-                stage.tokenizer = self.tokenizer  # type: ignore[attr-defined]
+            if stage.wants_tokenizer and stage.tokenizer is None:
+                stage.tokenizer = self.tokenizer
         data = load_data(settings, self.kind, self.tokenizer, self._given_data, self._given_eval)
         for line in data.lines:
             note(line)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from itertools import count
 
 import torch
 from torch import Tensor
@@ -16,37 +15,24 @@ from podium.core.seeding import derive_seed
 from podium.engines.base import Request, SamplingParams, Segment, Trajectory
 from podium.engines.rollout.requests import Limits
 from podium.engines.rollout.stopping import StopRule, end_token_ids
+from podium.engines.rollout.whole_batches import WholeBatches
 from podium.models.attention import IMPLEMENTATION
 
 
-class HFEngine:
+class HFEngine(WholeBatches):
     """A `RolloutEngine` over `model.generate`. A step serves a whole batch of waiting requests to its end.
 
     Seeds are per batch: one generator draws for all rows, seeded by the seeds of all its requests. So a sample does
-    depend on what else is in its batch (the native engine's does not); greedy ones do not. A request cannot be
-    interrupted while it is generated: `abort` finds only what waits.
+    depend on what else is in its batch (the native engine's does not); greedy ones do not.
 
     Args:
         max_concurrent: rows of one batch.
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, max_concurrent: int = 256) -> None:
-        if max_concurrent < 1:
-            raise RolloutError(f"max_concurrent={max_concurrent} must be at least 1")
+        super().__init__(Limits.of(model), max_concurrent)
         self.model, self.tokenizer = model, tokenizer
-        self.max_concurrent = max_concurrent
-        self.policy_version = 0
-        self._waiting: dict[int, Request] = {}
-        self._ids = count()
         self._ends = end_token_ids(model, tokenizer)
-        self._limits = Limits.of(model)
-
-    def submit(self, request: Request) -> int:
-        """Queues a request. Raises RolloutError where the prompt is empty or too long, or a setting is out of range."""
-        self._limits.check(request)
-        request_id = next(self._ids)
-        self._waiting[request_id] = request
-        return request_id
 
     def step(self) -> list[Trajectory]:
         """Serves the oldest waiting request and those that can share its batch (same settings, as many tokens left)."""
@@ -62,21 +48,6 @@ class HFEngine:
         for request_id in batch:
             del self._waiting[request_id]
         return finished
-
-    def abort(self, request_id: int) -> Trajectory | None:
-        request = self._waiting.pop(request_id, None)
-        return None if request is None else Trajectory(request_id, request.prompt_ids, [], "aborted")
-
-    @property
-    def pending(self) -> int:
-        return len(self._waiting)
-
-    def update_weights(self, version: int) -> None:
-        """Nothing to move: the model is the trainer's."""
-        self.policy_version = version
-
-    def release(self) -> None:
-        """Nothing is held between steps."""
 
     @cached_property
     @torch.no_grad()

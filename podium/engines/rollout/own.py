@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import count
 from typing import Any
 
 import torch
@@ -13,10 +12,11 @@ from podium.engines.base import Request, Segment, Trajectory
 from podium.engines.rollout.native.sampler import Sampler
 from podium.engines.rollout.requests import Limits
 from podium.engines.rollout.stopping import StopRule
+from podium.engines.rollout.whole_batches import WholeBatches
 from podium.models.own import BaseParallelModel
 
 
-class OwnEngine:
+class OwnEngine(WholeBatches):
     """A `RolloutEngine` over `BaseParallelModel.generate`. A step serves a whole batch of waiting requests to its end.
 
     Tokens are drawn here, by the same sampler as in the native engine: a sample depends on its seed and the model's logits.
@@ -26,22 +26,10 @@ class OwnEngine:
     """
 
     def __init__(self, model: BaseParallelModel, tokenizer: Any, *, max_concurrent: int = 256) -> None:
-        if max_concurrent < 1:
-            raise RolloutError(f"max_concurrent={max_concurrent} must be at least 1")
-        self.model, self.tokenizer, self.max_concurrent = model, tokenizer, max_concurrent
-        self.policy_version = 0
-        self._waiting: dict[int, Request] = {}
-        self._ids = count()
+        super().__init__(Limits(model.max_positions, len(tokenizer), "max_positions"), max_concurrent)
+        self.model, self.tokenizer = model, tokenizer
         self._ends = frozenset([tokenizer.eos_token_id]) - {None}
-        self._limits = Limits(model.max_positions, len(tokenizer), "max_positions")
         self._sampler = Sampler()
-
-    def submit(self, request: Request) -> int:
-        """Queues a request. Raises RolloutError where the prompt is empty or too long, or a setting is out of range."""
-        self._limits.check(request)
-        request_id = next(self._ids)
-        self._waiting[request_id] = request
-        return request_id
 
     def step(self) -> list[Trajectory]:
         """Serves the requests that have waited longest. Raises RolloutError where a log-prob is not finite."""
@@ -53,21 +41,8 @@ class OwnEngine:
             del self._waiting[request_id]
         return finished
 
-    def abort(self, request_id: int) -> Trajectory | None:
-        """Takes back a request that waits; one that is served cannot be interrupted."""
-        request = self._waiting.pop(request_id, None)
-        return None if request is None else Trajectory(request_id, request.prompt_ids, [], "aborted")
-
-    @property
-    def pending(self) -> int:
-        return len(self._waiting)
-
-    def update_weights(self, version: int) -> None:
-        """Nothing to move: the model is the trainer's."""
-        self.policy_version = version
-
     def release(self) -> None:
-        """Nothing is held between steps."""
+        """Frees what the sampler keeps between steps."""
         self._sampler.release()
 
     @torch.no_grad()

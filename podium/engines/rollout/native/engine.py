@@ -31,7 +31,7 @@ from podium.engines.rollout.requests import Limits
 from podium.engines.rollout.stopping import StopRule, end_token_ids
 from podium.models.attention import IMPLEMENTATION, use_podium_attention
 from podium.models.lm_head import base_of, lm_head_of, podium_attention, verify_head
-from podium.models.storage import moved_parameters, storage_fingerprint, store_by_columns
+from podium.models.storage import Place, moved_parameters, storage_fingerprint, store_by_columns
 
 # Logits in fp32 at a time: 64 MiB.
 _LOGITS_AT_ONCE = 1 << 24
@@ -139,13 +139,7 @@ class NativeEngine:
 
         Raises RolloutError where a parameter is no longer where it was when the engine was made.
         """
-        moved = moved_parameters(self._storage, storage_fingerprint(self.model))
-        if moved:
-            raise RolloutError(
-                f"{len(moved)} of the model's parameters moved since the engine was made, '{moved[0]}' first",
-                where="update_weights",
-                remedy="change parameters in place, or make a new engine after moving or casting the model",
-            )
+        check_in_place(self.model, self._storage)
         self.policy_version = version
         self._stale = True
 
@@ -307,6 +301,17 @@ class NativeEngine:
         """Prompts kept for siblings go when none waits any more."""
         for prefix in [p for p in self._prefixes if not self._scheduler.waits_for(p)]:
             del self._prefixes[prefix]
+
+
+def check_in_place(model: PreTrainedModel, before: dict[str, Place]) -> None:
+    """Raises RolloutError where a parameter is no longer where `before` (`storage_fingerprint`) found it."""
+    moved = moved_parameters(before, storage_fingerprint(model))
+    if moved:
+        raise RolloutError(
+            f"{len(moved)} of the model's parameters moved since the engine was made, '{moved[0]}' first",
+            where="update_weights",
+            remedy="change parameters in place, or make a new engine after moving or casting the model",
+        )
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from podium.core.errors import RolloutError
 from podium.engines.base import Request, Trajectory
-from podium.engines.rollout.native.engine import Counters, generating
+from podium.engines.rollout.native.engine import Counters, check_in_place, generating
 from podium.engines.rollout.native.graphs import DecodeStep, bucket_of, splits_of
 from podium.engines.rollout.native.looks import Look, draw, truncates
 from podium.engines.rollout.native.memory import cache_pages
@@ -39,7 +39,7 @@ from podium.engines.rollout.native.scheduler import STOPS, Sequence
 from podium.engines.rollout.requests import Limits
 from podium.engines.rollout.stopping import StopRule, end_token_ids
 from podium.models.lm_head import base_of, lm_head_of
-from podium.models.storage import moved_parameters, storage_fingerprint
+from podium.models.storage import storage_fingerprint
 
 _log = logging.getLogger(__name__)
 
@@ -171,13 +171,7 @@ class PagedEngine:
 
         Raises RolloutError where a parameter is no longer where it was when the engine was made.
         """
-        moved = moved_parameters(self._storage, storage_fingerprint(self.model))
-        if moved:
-            raise RolloutError(
-                f"{len(moved)} of the model's parameters moved since the engine was made, '{moved[0]}' first",
-                where="update_weights",
-                remedy="change parameters in place, or make a new engine after moving or casting the model",
-            )
+        check_in_place(self.model, self._storage)
         self._read_all()
         self.policy_version = version
         self._stale = True
