@@ -12,11 +12,12 @@ from transformers import AutoModelForCausalLM
 
 from podium import Trainer
 from podium.algorithms import supervised_loss
-from podium.core.errors import ConfigError
+from podium.core.errors import ConfigError, ModelError
 from podium.core.settings import LoraSettings, OptimizerSettings
 from podium.engines.base import Request, SamplingParams
 from podium.engines.rollout.native.engine import NativeEngine
 from podium.engines.train import SingleDeviceEngine
+from podium.models import lm_head
 from podium.models.adapters import WithoutAdapter, adapter_layers, add_lora
 from podium.models.heads import ActorModel
 from podium.models.loading import load_causal_lm
@@ -112,6 +113,15 @@ def test_export_is_a_plain_folder_with_the_numbers_that_were_trained(folder: str
         tiny_model().model.layers[1].mlp.down_proj.weight.abs().max()
     )
     assert (tmp_path / "m" / "adapter" / "adapter_model.safetensors").is_file()
+
+
+def test_what_is_rounded_to_8_bits_may_differ_by_a_step(folder: str) -> None:
+    """The check at loading takes it for rounding; in a plain fp32 model the same difference is an error."""
+    logits = torch.randn(5, 16, generator=torch.Generator().manual_seed(0))
+    off = logits + 0.015 * logits.abs().max()
+    lm_head._compare(quantised(folder, "8bit"), "logits", off, logits)
+    with pytest.raises(ModelError, match="differ by"):
+        lm_head._compare(tiny_model(), "logits", off, logits)
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
