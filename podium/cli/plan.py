@@ -166,8 +166,8 @@ def short(plan: Any) -> str:
     pool = max(plan.pools, key=lambda p: p.peak.total / p.device.usable)
     line = (
         f"plan: at most {size(pool.peak.total)} of {size(pool.device.usable)} on {pool.device.name} "
-        f"({pool.peak.name}), {size(plan.disk_bytes)} of disk; about {seconds(plan.step_seconds)} a step where every text is as "
-        "long as allowed"
+        f"({pool.peak.name}), {size(plan.disk_bytes)} of disk; about {seconds(plan.step_seconds)} a step where "
+        "every text is as long as allowed"
     )
     return line if plan.fits else f"{line}\nplan: it does not fit: " + "; ".join(plan.problems)
 
