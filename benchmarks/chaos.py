@@ -2,10 +2,12 @@
 
     python benchmarks/chaos.py                     100 faults, half on PPO, half on GRPO
     python benchmarks/chaos.py --faults 4 --seed 1  a small one
+    python benchmarks/chaos.py --kills             SIGKILLs only
     python benchmarks/chaos.py --executor ray      roles are Ray actors, and are killed too
 
 Every run is a process of its own, forked from one that has imported everything (a fork server: the imports take longer than a
-tiny run). A run gets faults until it has made all its steps; then it is compared with the run that nothing happened to:
+tiny run). A run gets faults until it has made all its steps; a fault that comes after the last one is drawn, but does not count
+among the 100. Then the run is compared with the one that nothing happened to:
 
   metrics   every logged number but times, bit for bit (fp32, one thread)
   samples   every step's prompts and responses: no row is skipped or repeated
@@ -80,7 +82,12 @@ def _logged(run: Path) -> int:
 
 
 def kill_in_a_save(pid: int, run: Path, chance: random.Random, step_seconds: float) -> None:
-    """As soon as a save has begun, and a few files of it are written (or none)."""
+    _wait_for_a_save(pid, run, chance)
+    _kill(pid, signal.SIGKILL)
+
+
+def _wait_for_a_save(pid: int, run: Path, chance: random.Random) -> None:
+    """Until one has begun, and a few files of it are written (or none)."""
     wanted, folder = chance.randrange(0, 9), run / "checkpoints"
     skip, seen = chance.randrange(0, 2), set[str]()
 
@@ -92,7 +99,6 @@ def kill_in_a_save(pid: int, run: Path, chance: random.Random, step_seconds: flo
         return False
 
     _wait_for(pid, far_enough, 120, every=0.0005)
-    _kill(pid, signal.SIGKILL)
 
 
 def ask_to_stop(pid: int, run: Path, chance: random.Random, step_seconds: float) -> None:
@@ -140,6 +146,16 @@ def kill_a_worker(pid: int, run: Path, chance: random.Random, step_seconds: floa
     """One that plays a role: the run starts its workers again from the last checkpoint, in the same process."""
     _after_some_steps(pid, run, chance)
     _wait_for(pid, lambda: False, chance.uniform(0, 1.5 * step_seconds), every=0.001)
+    _kill_one_worker(pid, chance)
+
+
+def kill_a_worker_in_a_save(pid: int, run: Path, chance: random.Random, step_seconds: float) -> None:
+    """While the process that conducts is writing a checkpoint."""
+    _wait_for_a_save(pid, run, chance)
+    _kill_one_worker(pid, chance)
+
+
+def _kill_one_worker(pid: int, chance: random.Random) -> None:
     workers = [w for w in _descendants(pid) if b"ray::Process" in _command(w)]
     if workers:
         _kill(chance.choice(workers), signal.SIGKILL)
@@ -185,7 +201,12 @@ FAULTS = [
     Fault("asked to stop", outside=ask_to_stop),
 ]
 WEIGHTS = [30, 25, 15, 8, 6, 4, 4, 8]
-WORKER = Fault("worker killed", outside=kill_a_worker)
+WORKER_FAULTS = [
+    Fault("worker killed", outside=kill_a_worker),
+    Fault("worker killed in a save", outside=kill_a_worker_in_a_save),
+]
+RESTARTED = "starting the workers again"
+"""What a run says when it has lost a worker."""
 
 
 def _at_a_score(chance: random.Random, act: Callable[[], Any]) -> None:
@@ -261,6 +282,11 @@ def child(work: Path, algorithm: str, model: Path, inside: Callable[[], None] | 
         os._exit(status)
 
 
+def _restarts(work: Path) -> int:
+    log = work / "log.txt"
+    return log.read_text(errors="replace").count(RESTARTED) if log.exists() else 0
+
+
 def _has_checkpoint(run: Path) -> bool:
     """A run without one begins anew, under the same name."""
     if any((run / "checkpoints").glob("step_*/manifest.json")):
@@ -316,8 +342,10 @@ class Tally:
     """What happened, by fault."""
 
     faults: Counter[str] = field(default_factory=Counter)
-    hit: Counter[str] = field(default_factory=Counter)
-    """Those that ended a run before its last step."""
+    ended: Counter[str] = field(default_factory=Counter)
+    """Those that ended a run's process before its last step."""
+    late: Counter[str] = field(default_factory=Counter)
+    """Those that came after the last step, and changed nothing."""
     runs: Counter[str] = field(default_factory=Counter)
     wrong: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     said: int = 0
@@ -327,20 +355,22 @@ class Tally:
 def torment(
     work: Path, algorithm: str, model: Path, chance: random.Random, left: int, step_seconds: float, tally: Tally
 ) -> int:
-    """One run, with faults until it has made its steps. Returns how many were used."""
+    """One run, with faults until it has made its steps. Returns how many came in time."""
     used = 0
     while True:
         fault = chance.choices(FAULTS, WEIGHTS)[0] if used < left else None
         inside = (lambda f=fault: f.inside(chance)) if fault and fault.inside else None
+        restarts = _restarts(work)
         pid = child(work, algorithm, model, inside)
         if fault is not None and fault.outside is not None:
             fault.outside(pid, work / "run", chance, step_seconds)
         status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         _sweep()
         if fault is not None:
-            used += 1
-            tally.faults[fault.name] += 1
-            tally.hit[fault.name] += status != DONE
+            in_time = status != DONE or _restarts(work) > restarts
+            used += in_time
+            (tally.faults if in_time else tally.late)[fault.name] += 1
+            tally.ended[fault.name] += status != DONE
             if fault.after is not None and status != DONE:
                 fault.after(work / "run", chance)
         if status == -signal.SIGALRM:
@@ -357,12 +387,16 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--algorithms", nargs="+", default=list(ALGORITHMS), choices=list(ALGORITHMS))
     parser.add_argument("--executor", default="local", choices=["local", "ray"])
+    parser.add_argument("--kills", action="store_true", help="SIGKILLs only: of the process, of a worker, in a save")
     parser.add_argument("--keep", type=Path, help="leave the runs' folders here")
     options = parser.parse_args()
     if options.executor == "ray":  # a worker is another process, and can be killed
         _EXECUTOR.update(kind="ray", workers=1, restarts=10)
-        FAULTS.append(WORKER)
-        WEIGHTS.append(40)
+        FAULTS.extend(WORKER_FAULTS)
+        WEIGHTS.extend([30, 20])
+    if options.kills:
+        killing = [fault.outside is not None and "killed" in fault.name for fault in FAULTS]
+        WEIGHTS[:] = [weight if kills else 0 for weight, kills in zip(WEIGHTS, killing, strict=True)]
 
     import torch
 
@@ -408,11 +442,11 @@ def main() -> None:
 
 def report(tally: Tally, seconds: float, seed: int) -> None:
     """The table, then one JSON object."""
-    print(f"{'fault':<36}{'times':>7}{'ended the process':>20}")
-    for fault in FAULTS:
-        if tally.faults[fault.name]:
-            print(f"{fault.name:<36}{tally.faults[fault.name]:>7}{tally.hit[fault.name]:>20}")
-    print(f"{'all':<36}{tally.faults.total():>7}{tally.hit.total():>20}\n")
+    print(f"{'fault':<36}{'in time':>9}{'ended the process':>20}{'came too late':>16}")
+    for name in (fault.name for fault in FAULTS):
+        if tally.faults[name] or tally.late[name]:
+            print(f"{name:<36}{tally.faults[name]:>9}{tally.ended[name]:>20}{tally.late[name]:>16}")
+    print(f"{'all':<36}{tally.faults.total():>9}{tally.ended.total():>20}{tally.late.total():>16}\n")
     print(f"{'algorithm':<36}{'runs':>7}{'equal to the whole run':>25}")
     for name, runs in tally.runs.items():
         print(f"{name:<36}{runs:>7}{runs - len(tally.wrong[name]) if name in tally.wrong else runs:>25}")
@@ -421,7 +455,8 @@ def report(tally: Tally, seconds: float, seed: int) -> None:
         json.dumps(
             {
                 "faults": dict(tally.faults),
-                "ended_the_process": tally.hit.total(),
+                "ended_the_process": tally.ended.total(),
+                "too_late": tally.late.total(),
                 "runs": dict(tally.runs),
                 "wrong": wrong,
                 "damaged_and_said": tally.said,
