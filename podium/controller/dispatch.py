@@ -120,7 +120,7 @@ def _first(results: list[Any]) -> Any:
 
 @PROTOCOLS.register("rows")
 def rows(args: tuple[Any, ...], kwargs: dict[str, Any], ranks: Ranks) -> Plan:
-    """Every batch among the arguments is cut into shares of about equal tokens, one a data rank; the rest goes to all.
+    """Every batch among the arguments is cut into shares of about equal work, one a data rank; the rest goes to all.
 
     Workers of one data rank get the same rows, and the first of them gives the result. Batches must come back with the rows
     that they got, and are put back into the order of the whole; metrics are added up; anything else comes as a list.
@@ -158,7 +158,9 @@ def _by_rows(args: tuple[Any, ...], kwargs: dict[str, Any], ranks: Ranks, copies
     if len(sizes) > 1:
         raise BatchError(f"the batches of one call have {sorted(sizes)} rows", where="dispatch by rows")
     total = sizes.pop() if sizes else 0
-    shares: list[Share] = cut(costs_of(batches[0]), ranks.data_size) if batches else [slice(0, 0)] * ranks.data_size
+    shares: list[Share] = [slice(0, 0)] * ranks.data_size
+    if batches:
+        shares = cut(costs_of(batches[0], ranks.work), ranks.data_size)
     taken = [[take(batch, share) for share in shares] for batch in batches]
 
     def share_of(data_rank: int) -> Call:

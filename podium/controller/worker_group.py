@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from podium.controller.dispatch import PROTOCOLS, Plan, protocol_of, resolve_arguments
@@ -69,6 +69,15 @@ class RoleHandle:
     def workers(self) -> list[Any]:
         """In rank order: the workers themselves in this process, else what the executor reaches them by."""
         return self.group.workers
+
+    def ask_for_work(self) -> None:
+        """From now on rows are dealt to the workers by what they cost the role's model, where there are several shares.
+
+        The worker knows its model: its `row_work` says it. A worker without that method gets equal numbers of tokens.
+        """
+        if self.group.ranks.data_size > 1 and protocol_of(getattr(self.group.worker_class, "row_work", None)):
+            ranks = replace(self.group.ranks, work=self.row_work().result())
+            self.group = replace(self.group, ranks=ranks)
 
     def __getattr__(self, name: str) -> Callable[..., Future]:
         if name.startswith("__"):  # what copying and pickling look for

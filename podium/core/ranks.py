@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from podium.core.errors import ResourceError, did_you_mean
+from podium.core.work import Work
 
 AXES = ("data", "shard", "tensor", "sequence")
 """Outermost first. Ranks along `data` and `shard` get different rows; along `tensor` and `sequence` the same rows."""
@@ -20,6 +21,8 @@ class Ranks:
     shard: int = 1
     tensor: int = 1
     sequence: int = 1
+    work: Work = field(default_factory=Work, compare=False, kw_only=True)
+    """What a row costs these workers, so that they get equal shares of it."""
 
     @classmethod
     def fit(cls, sizes: Mapping[str, int], workers: int, where: str = "parallel") -> Ranks:

@@ -9,19 +9,26 @@ import torch
 from torch import Tensor
 
 from podium.core.batch import Batch
+from podium.core.work import Work
 
 Share = slice | Tensor
 """Consecutive rows, or row indices in ascending order."""
+
+TOKENS = Work()
 
 UNEVEN = 1.05
 """Consecutive shares are taken where the largest is at most this much above the mean."""
 
 
-def costs_of(batch: Batch) -> Tensor:
-    """What each row costs, `[B]` int64: its tokens; where there are no responses yet, 1, as nobody knows how long they get."""
+def costs_of(batch: Batch, work: Work = TOKENS) -> Tensor:
+    """What each row costs, `[B]` int64: by default its tokens.
+
+    Where there are no responses yet each row costs 1, as nobody knows how long they get.
+    """
     if "response_ids" not in batch or "prompt_ids" not in batch:
         return torch.ones(len(batch), dtype=torch.int64)
-    return batch.lengths("prompt") + batch.lengths("response")
+    responses = batch.lengths("response")
+    return work.of(batch.lengths("prompt") + responses, responses)
 
 
 def cut(costs: Tensor, parts: int, units: Tensor | None = None) -> list[Share]:

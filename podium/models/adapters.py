@@ -174,6 +174,11 @@ class WithoutAdapter(nn.Module):
         self._role: tuple[Any] = (role,)  # no submodule: the adapter is no part of this model
 
     @property
+    def model(self) -> Any:
+        """The `transformers` model, with the adapter as it is now."""
+        return self._role[0].model
+
+    @property
     def packs(self) -> bool:
         return self._role[0].packs
 

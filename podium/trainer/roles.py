@@ -101,6 +101,8 @@ class Roles:
         # A role may start from the actor's weights, and a trained role may be sharded where it stands: those come last.
         order = sorted(needs.roles, key=lambda role: (role in needs.losses, role == "actor"))
         handles = executor.launch({role: RoleMaker(self, role) for role in order})
+        for handle in handles.values():
+            handle.ask_for_work()
         return {role: handles[role] for role in needs.roles}
 
     def worker(self, role: str, context: WorkerContext) -> Any:

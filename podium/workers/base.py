@@ -16,6 +16,7 @@ from podium.core.metrics import Metrics
 from podium.core.ranks import WorkerContext
 from podium.core.seeding import derive_seed
 from podium.core.shares import costs_of, cut, restore, take
+from podium.core.work import Work
 from podium.engines.base import TrainEngine
 
 
@@ -43,6 +44,12 @@ def minibatches(batch: Batch, sequences: int, *, seed: int | None, unit: str | N
 def parts_of(rows: int, sequences: int, units: int) -> int:
     """How many minibatches of about `sequences` rows (0: all) `rows` make, none without a unit."""
     return 1 if sequences == 0 else max(1, min(units, round(rows / sequences)))
+
+
+def work_of_engine(engine: TrainEngine) -> Work:
+    """What a row costs the engine's model; its tokens, for an engine that does not say."""
+    work = getattr(engine, "work", None)
+    return work if isinstance(work, Work) else Work()
 
 
 def weights_digest(engine: TrainEngine) -> str:
@@ -115,14 +122,19 @@ class TrainedRole:
     def _share(self, minibatch: Batch, unit: str | None) -> Batch:
         """This data rank's rows."""
         units = minibatch[unit] if unit else None
-        return take(minibatch, cut(costs_of(minibatch), self.context.data_size, units)[self.context.data_rank])
+        return take(minibatch, cut(costs_of(minibatch, self.row_work()), self.context.data_size, units)[self.context.data_rank])
+
+    @dispatch("broadcast")
+    def row_work(self) -> Work:
+        """What a row costs this role's model."""
+        return work_of_engine(self.engine)
 
     def over_all_rows(self, batch: Batch, compute: Callable[[Batch], Batch]) -> Batch:
         """What `compute` gives for every row, each rank having computed its share. All ranks call it with the same rows."""
         context = self.context
         if context.data_size == 1:
             return compute(batch)
-        shares = cut(costs_of(batch), context.data_size)
+        shares = cut(costs_of(batch, self.row_work()), context.data_size)
         results: list[Any] = [None] * context.world_size
         torch.distributed.all_gather_object(results, compute(take(batch, shares[context.data_rank])))
         return restore([r for rank, r in enumerate(results) if context.ranks.leads(rank)], shares)

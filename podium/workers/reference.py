@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from podium.controller.dispatch import dispatch
 from podium.core.batch import Batch
+from podium.core.work import Work
 from podium.engines.base import TrainEngine
 from podium.workers.actor import log_probs_as
-from podium.workers.base import weights_digest
+from podium.workers.base import weights_digest, work_of_engine
 
 
 class ReferenceWorker:
@@ -19,6 +20,11 @@ class ReferenceWorker:
     def weights_digest(self) -> str:
         """What tells these weights from others."""
         return weights_digest(self.engine)
+
+    @dispatch("broadcast")
+    def row_work(self) -> Work:
+        """What a row costs this role's model."""
+        return work_of_engine(self.engine)
 
     @dispatch("rows")
     def compute_log_probs(self, batch: Batch, name: str = "ref_log_probs") -> Batch:

@@ -53,7 +53,7 @@ def test_plan_counts_a_shared_prompt_once_and_keeps_its_rows_together() -> None:
     prompts = Prompts(torch.tensor([0, 1, 0, 1, 2]), torch.tensor([0, 1, 4]), torch.tensor([10, 20, 3]))
     lengths = torch.tensor([14, 22, 15, 23, 9])
     # 10 + 4 + 5, 20 + 2 + 3 and 3 + 6 tokens.
-    assert [part.tolist() for part in plan(lengths, 28, prompts=prompts)] == [[1, 3], [0, 2, 4]]
+    assert [part.tolist() for part in plan(lengths, 28, prompts=prompts)] == [[0, 2, 4], [1, 3]]
     assert [part.tolist() for part in plan(lengths, 53, prompts=prompts)] == [[0, 1, 2, 3, 4]]
 
 

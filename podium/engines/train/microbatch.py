@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import heapq
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from podium.core.errors import ConfigError
+from podium.core.shares import TOKENS
+from podium.core.work import Work
 from podium.models.packed import Prompts
 
 
-def plan(lengths: Tensor, budget: int, keep_together: Tensor | None = None, prompts: Prompts | None = None) -> list[Tensor]:
-    """Cuts rows into few micro-batches of nearly equal token counts, none above the budget.
+def plan(
+    lengths: Tensor,
+    budget: int,
+    keep_together: Tensor | None = None,
+    prompts: Prompts | None = None,
+    *,
+    responses: Tensor | int = 0,
+    work: Work = TOKENS,
+) -> list[Tensor]:
+    """Cuts rows into few micro-batches of nearly equal work, none above the budget of tokens.
 
     Rows with one prompt stay together, and their prompt counts once, as it runs once; only where they exceed the budget
-    are they cut, and each part then has the prompt. Longest first, each unit to the micro-batch with the fewest tokens
-    (LPT, Graham 1969); with as many micro-batches as the total needs, one more where that does not fit. A row (or unit)
+    are they cut, and each part then has the prompt. The costliest first, each unit to the micro-batch with the least work
+    that has room for its tokens (LPT, Graham 1969); as few micro-batches as balancing by tokens needs. A row (or unit)
     longer than the budget gets one of its own. The result depends on the arguments alone.
 
     Args:
@@ -24,9 +35,12 @@ def plan(lengths: Tensor, budget: int, keep_together: Tensor | None = None, prom
         budget: most tokens in a micro-batch.
         keep_together: `[B]` int64; rows with one value form a unit that is not cut (the pairs of a preference loss).
         prompts: which rows share a prompt; None: none do.
+        responses: tokens of each row that are predicted, `[B]` int64, where their number counts.
+        work: what a row costs; its tokens by default.
 
     Returns:
-        the int64 row indices of each micro-batch, ascending; every row is in exactly one.
+        the int64 row indices of each micro-batch, ascending; every row is in exactly one. The costliest micro-batch comes
+        first: what ranks run at the same time is then alike, and the most memory is taken at the start.
     """
     if budget < 1:
         raise ConfigError(f"a budget of {budget} tokens", where="batch.microbatch_tokens", remedy="at least 1")
@@ -35,16 +49,35 @@ def plan(lengths: Tensor, budget: int, keep_together: Tensor | None = None, prom
     if prompts is None:
         rows = torch.arange(len(lengths))
         prompts = Prompts(rows, rows, torch.zeros_like(lengths))
-    units, sizes = _units(lengths, budget, keep_together, prompts)
-    order = sorted(range(len(sizes)), key=lambda unit: (-sizes[unit], unit))
-    alone = [unit for unit in order if sizes[unit] > budget]
-    rest = [unit for unit in order if sizes[unit] <= budget]
-    bins = [[unit] for unit in alone] + _fill([sizes[unit] for unit in rest], rest, budget)
-    return [torch.tensor(sorted(row for unit in members for row in units[unit])) for members in bins]
+    costs_of_rows = work.of(lengths, responses).tolist()
+    costs_of_prompts = work.of(prompts.lengths).tolist()
+    units = _units(lengths, budget, keep_together, prompts)
+    sizes = [unit.tokens for unit in units]
+    costs = [unit.cost(prompts, costs_of_rows, costs_of_prompts) for unit in units]
+    alone = [[number] for number, size in enumerate(sizes) if size > budget]
+    rest = [number for number, size in enumerate(sizes) if size <= budget]
+    bins = alone + _fill(rest, sizes, costs, budget)
+    bins.sort(key=lambda members: (-sum(costs[unit] for unit in members), min(units[unit].rows[0] for unit in members)))
+    return [torch.tensor(sorted(row for unit in members for row in units[unit].rows)) for members in bins]
 
 
-def _units(lengths: Tensor, budget: int, keep_together: Tensor | None, prompts: Prompts) -> tuple[list[list[int]], list[int]]:
-    """Rows that go together, in the order of their first rows, and the tokens of each such unit."""
+@dataclass
+class _Unit:
+    """Rows that are not parted, and their tokens, each prompt once."""
+
+    rows: list[int]
+    tokens: int
+
+    def cost(self, prompts: Prompts, rows: list[int], of_prompts: list[int]) -> int:
+        """Its work, each prompt's once, from that of whole rows and of prompts alone."""
+        have = [int(prompts.of_row[row]) for row in self.rows]
+        return sum(rows[row] - of_prompts[prompt] for row, prompt in zip(self.rows, have, strict=True)) + sum(
+            of_prompts[prompt] for prompt in set(have)
+        )
+
+
+def _units(lengths: Tensor, budget: int, keep_together: Tensor | None, prompts: Prompts) -> list[_Unit]:
+    """Rows that go together, in the order of their first rows."""
     prompt_of_row, prompt_tokens = prompts.of_row.tolist(), prompts.lengths.tolist()
     response = (lengths - prompts.lengths[prompts.of_row]).tolist()
     atoms: dict[int, list[int]] = {}
@@ -53,39 +86,58 @@ def _units(lengths: Tensor, budget: int, keep_together: Tensor | None, prompts: 
     families: dict[int, list[list[int]]] = {}
     for atom in atoms.values():
         families.setdefault(prompt_of_row[atom[0]], []).append(atom)
-    units: list[list[int]] = []
-    sizes: list[int] = []
+    units: list[_Unit] = []
     for family in families.values():
         held: set[int] = set()  # prompts of the unit at hand
         for number, atom in enumerate(family):
             new = {prompt_of_row[row] for row in atom}
             tokens = sum(response[row] for row in atom)
             more = tokens + sum(prompt_tokens[prompt] for prompt in new - held)
-            if number and sizes[-1] + more <= budget:
-                units[-1] += atom
-                sizes[-1] += more
+            if number and units[-1].tokens + more <= budget:
+                units[-1].rows += atom
+                units[-1].tokens += more
                 held |= new
             else:
-                units.append(list(atom))
-                sizes.append(tokens + sum(prompt_tokens[prompt] for prompt in new))
+                units.append(_Unit(list(atom), tokens + sum(prompt_tokens[prompt] for prompt in new)))
                 held = new
-    return units, sizes
+    return units
 
 
-def _fill(sizes: list[int], units: list[int], budget: int) -> list[list[int]]:
-    """Units (longest first) into the fewest bins for which the balanced filling stays under the budget."""
+def _fill(units: list[int], sizes: list[int], costs: list[int], budget: int) -> list[list[int]]:
+    """Units into bins of at most `budget` tokens: as many as balancing by tokens needs, and of work as even as can be.
+
+    Work that is even can leave tokens uneven, and then a unit may find no room: then the bins are those balanced by tokens.
+    """
     if not units:
         return []
-    count = max(1, -(-sum(sizes) // budget))
-    while True:
-        bins: list[list[int]] = [[] for _ in range(count)]
-        loads = [(0, number) for number in range(count)]
-        for size, unit in zip(sizes, units, strict=True):
-            load, number = heapq.heappop(loads)
-            if load + size > budget:
-                break
-            bins[number].append(unit)
-            heapq.heappush(loads, (load + size, number))
-        else:
-            return [members for members in bins if members]
+    count = max(1, -(-sum(sizes[unit] for unit in units) // budget))
+    while (by_tokens := _balanced(units, sizes, sizes, budget, count)) is None:
         count += 1
+    by_cost = _balanced(units, costs, sizes, budget, count)
+    if by_cost is None or _most(by_tokens, costs) < _most(by_cost, costs):
+        by_cost = by_tokens
+    return [members for members in by_cost if members]
+
+
+def _most(bins: list[list[int]], costs: list[int]) -> int:
+    return max(sum(costs[unit] for unit in members) for members in bins)
+
+
+def _balanced(units: list[int], costs: list[int], sizes: list[int], budget: int, count: int) -> list[list[int]] | None:
+    """The costliest unit first, each to the least loaded of `count` bins that has room; None where one finds none."""
+    bins: list[list[int]] = [[] for _ in range(count)]
+    loads = [(0, number) for number in range(count)]  # a heap
+    room = [budget] * count
+    for unit in sorted(units, key=lambda unit: (-costs[unit], unit)):
+        full = []
+        while loads and room[loads[0][1]] < sizes[unit]:
+            full.append(heapq.heappop(loads))
+        if not loads:
+            return None
+        load, number = loads[0]
+        bins[number].append(unit)
+        room[number] -= sizes[unit]
+        heapq.heapreplace(loads, (load + costs[unit], number))
+        for entry in full:
+            heapq.heappush(loads, entry)
+    return bins

@@ -27,8 +27,8 @@ from podium.engines.train.sharded_optim import ShardedAdamW, full_tensor, local_
 from podium.engines.train.single import SEQUENCE_OUTPUTS, SingleDeviceEngine, own_tensors, packed_row
 from podium.engines.train.tensor_parallel import PER_HEAD, apply_tensor_parallel, check_divides
 from podium.models.adapters import adapter_layers
-from podium.models.lm_head import base_of
 from podium.models.storage import digest
+from podium.models.work import trunk_of, work_of
 
 
 class ShardedEngine(SingleDeviceEngine):
@@ -67,6 +67,7 @@ class ShardedEngine(SingleDeviceEngine):
         self._inner: InnerRanks | None = None
         self._skeleton = _skeleton(model)
         self._dtypes = {name: tensor.dtype for name, tensor in own_tensors(model).items()}
+        work = work_of(model)  # before its widths are cut
         _same_weights(model)
         if ranks.tensor * ranks.sequence > 1:
             _check_inner(model, self._base, context)
@@ -78,6 +79,7 @@ class ShardedEngine(SingleDeviceEngine):
             by_rows = hasattr(model, "compute_batch")
             apply_fsdp(model, self._base or model, mesh["shard"], "compute_batch" if by_rows else "compute")
         super().__init__(model, optimizer=optimizer, microbatch_tokens=microbatch_tokens, total_updates=total_updates)
+        self.work = work
 
     def _make_optimizer(self, settings: OptimizerSettings, total_updates: int | None) -> MasterAdamW:
         return ShardedAdamW(
@@ -240,16 +242,6 @@ def with_mesh(context: WorkerContext) -> WorkerContext:
     kind = torch.device(context.device).type
     mesh = init_device_mesh(kind, tuple(context.ranks.sizes.values()), mesh_dim_names=AXES)
     return dataclasses.replace(context, mesh=mesh)
-
-
-def trunk_of(model: nn.Module) -> Any:
-    """The part of a role's model that gives hidden states; None for a class of the user's own."""
-    if hasattr(model, "base"):
-        return model.base
-    try:
-        return base_of(model.model)  # type: ignore[arg-type]
-    except (ModelError, AttributeError):
-        return None
 
 
 def _check_inner(model: Any, base: Any, context: WorkerContext) -> None:

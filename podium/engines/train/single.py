@@ -21,6 +21,7 @@ from podium.engines.train.optim import MasterAdamW
 from podium.engines.train.running import RunningSums
 from podium.models.packed import Packed, Prompts, distinct_prompts, pack
 from podium.models.storage import digest
+from podium.models.work import work_of
 
 
 class PackedModel(Protocol):
@@ -56,6 +57,8 @@ class SingleDeviceEngine:
     ) -> None:
         self.model: Any = model
         self.microbatch_tokens = microbatch_tokens
+        self.work = work_of(model)
+        """What a row costs: micro-batches, and ranks' shares of the rows, get equal sums of it."""
         self.policy_version = 0
         """Updates applied so far."""
         self._optimizer = self._make_optimizer(optimizer, total_updates) if optimizer else None
@@ -154,7 +157,8 @@ class SingleDeviceEngine:
         """The rows of each forward pass."""
         units = batch[keep_together] if keep_together else None
         most = UNMEASURED if self.microbatch_tokens == "auto" else self.microbatch_tokens
-        return plan(tokens, most, units, self._shared_prompts(batch))
+        prompts, responses = self._shared_prompts(batch), batch.lengths("response")
+        return plan(tokens, most, units, prompts, responses=responses, work=self.work)
 
     def _measured_budget(self, weighted: Batch, loss: Loss, weights_name: str, tokens: Tensor) -> int:
         """The tokens that fit into one pass, from a trial with the first rows; its gradient is thrown away."""
