@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from podium.models.divided import SummedLinear
+
 # Decoder layers of this form: norm, attention with rotary embedding, add, norm, gated SiLU MLP, add.
 _LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
 # Rotary embeddings whose angles depend on the position alone.
@@ -75,7 +77,7 @@ def can_fuse(base: PreTrainedModel) -> str | None:
     kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if kind not in _FIXED_ROPE:
         return f"its rotary embedding is of type {kind}"
-    kinds = {type(m) for layer in layers for m in _linears(layer)}
+    kinds = {type(m) for layer in layers for m in _linears(layer)} - {SummedLinear}
     if kinds != {nn.Linear}:  # peft's adapted layers and bitsandbytes' quantised ones are more than their weight
         return f"its linear layers are {', '.join(sorted(f'{kind.__module__}.{kind.__name__}' for kind in kinds))}"
     if any(m.bias is not None for layer in layers for m in _linears(layer)[4:]):

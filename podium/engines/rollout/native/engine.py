@@ -30,6 +30,7 @@ from podium.engines.rollout.native.scheduler import Group, Scheduler, Sequence, 
 from podium.engines.rollout.requests import Limits
 from podium.engines.rollout.stopping import StopRule, end_token_ids
 from podium.models.attention import IMPLEMENTATION, use_podium_attention
+from podium.models.divided import tensor_ranks_of
 from podium.models.lm_head import base_of, lm_head_of, podium_attention, verify_head
 from podium.models.storage import Place, moved_parameters, storage_fingerprint, store_by_columns
 
@@ -85,7 +86,9 @@ class NativeEngine:
         self._ids = count()
         self._ends = end_token_ids(model, tokenizer)
         self._limits = Limits.within_one_rotation(model)
-        store_by_columns(model)
+        self._ranks = tensor_ranks_of(model)
+        if self._ranks is None:  # a divided model may be training's memory, which lies by rows
+            store_by_columns(model)
         self._storage = storage_fingerprint(model)
         try:
             with podium_attention(model), generating(self.model, self.base):
@@ -248,6 +251,8 @@ class NativeEngine:
             seeds, positions = [s.request.seed for s in part], [len(s.tokens) for s in part]
             params = [s.request.sampling for s in part]
             drawn, scores = self._sampler(self.head.logits(hidden[at : at + size]), seeds, positions, params)
+            if self._ranks is not None:
+                self._ranks.agree(drawn, scores)
             tokens += drawn.tolist()
             log_probs += scores.tolist()
         self._check_finite(rows, log_probs)

@@ -38,6 +38,7 @@ from podium.engines.rollout.native.prepare import cache_for, check, forward_for,
 from podium.engines.rollout.native.scheduler import STOPS, Sequence
 from podium.engines.rollout.requests import Limits
 from podium.engines.rollout.stopping import StopRule, end_token_ids
+from podium.models.divided import tensor_ranks_of
 from podium.models.lm_head import base_of, lm_head_of
 from podium.models.storage import storage_fingerprint
 
@@ -110,9 +111,11 @@ class PagedEngine:
         self._forward = forward_for(model, self._ops, longest, fused=fused)
         with generating(self.model, self.base):
             check(model, self._forward, self._ops, self._cache)
+        self._ranks = tensor_ranks_of(model)
         self._decode = DecodeStep(
-            self._forward, self.head.logits, self._ops, self._cache, self.state, graphs=graphs and self.device.type == "cuda"
-        )
+            self._forward, self.head.logits, self._ops, self._cache, self.state,
+            graphs=graphs and self.device.type == "cuda", ranks=self._ranks,
+        )  # fmt: skip
         self._storage = storage_fingerprint(model)
 
     # ------------------------------------------------------------------ the interface
@@ -203,6 +206,8 @@ class PagedEngine:
         pages = cache_pages(
             self._cache, self.max_cache_tokens, self._scheduler.max_concurrent * -(-longest // self._cache.page_size)
         )
+        if self._ranks is not None:  # they must decide alike, and their devices' free memory differs
+            pages = self._ranks.least(pages)
         self._cache.allocate(pages)
         self._scheduler.pool = PagePool(pages, self._cache.page_size)
         _log.info("rollout cache: %d pages of %d tokens, %.2f GB", pages, self._cache.page_size, self._cache.bytes / 1e9)
@@ -268,7 +273,7 @@ class PagedEngine:
             logits = self.head.logits(hidden[start:end])
             draw(self._ops, logits, self.state.all_slots[: end - start], at[start:end], rows[start:end], self.state)
         self.counters.decode_steps += 1
-        self._looks.append(Look.at(self.state, rows, 1, at, self.policy_version))
+        self._look(rows, 1, at)
         return hidden[running:]
 
     def _new_window(self) -> None:
@@ -294,7 +299,7 @@ class PagedEngine:
             on_device = self.state.start([slot for group in places for slot in group], lengths)
             logits = self.head.logits(hidden[at : at + _LOGITS_ROWS])
             draw(self._ops, logits, to_device(which, self.device), on_device, rows, self.state)
-            self._looks.append(Look.at(self.state, rows, 1, on_device, self.policy_version))
+            self._look(rows, 1, on_device)
 
     def _set_row(self, slot: int, row: Row) -> None:
         request = row.sequence.request
@@ -340,9 +345,17 @@ class PagedEngine:
                 assert logits is not None
                 at = self.state.all_slots[: len(rows)]
                 draw(self._ops, logits, at, at, rows, self.state)
+                if self._ranks is not None:
+                    self._ranks.agree(self.state.live)
         self.counters.decode_steps += steps
-        self._looks.append(Look.at(self.state, rows, steps, self.state.all_slots[: len(rows)], self.policy_version))
+        self._look(rows, steps, self.state.all_slots[: len(rows)])
         return True
+
+    def _look(self, rows: list[Row], steps: int, slots: Tensor) -> None:
+        """Sends what `rows` (in these slots) drew in the last steps on its way to the host."""
+        if self._ranks is not None:
+            self._ranks.agree(self.state.live, self.state.tokens_out, self.state.scores_out)
+        self._looks.append(Look.at(self.state, rows, steps, slots, self.policy_version))
 
     def _read_all(self) -> None:
         while self._looks:

@@ -20,6 +20,7 @@ from podium.core.errors import ModelError
 from podium.engines.rollout.native.paged_cache import PagedCache, RowState, to_device
 from podium.engines.rollout.native.paged_scheduler import Start
 from podium.models.fused import FusedLayer, FusedModel
+from podium.models.divided import TensorRanks
 from podium.models.packed_attention import PackedAttention
 
 
@@ -245,8 +246,8 @@ class ModuleForward:
 class FusedForward:
     """The same numbers with fewer and larger operations, for the layers that `models.fused` knows."""
 
-    def __init__(self, model: FusedModel, ops: ModuleType) -> None:
-        self.model, self.ops = model, ops
+    def __init__(self, model: FusedModel, ops: ModuleType, ranks: TensorRanks | None = None) -> None:
+        self.model, self.ops, self.ranks = model, ops, ranks
 
     def __call__(self, step: DecodePass | PrefillPass | MixedPass) -> Tensor:
         """Last hidden states `[N, hidden]` of the pass's tokens."""
@@ -255,7 +256,14 @@ class FusedForward:
         for index, layer in enumerate(self.model.layers):
             normed, residual = ops.add_rms_norm(x, residual, layer.input_norm, eps)
             qkv = F.linear(normed, layer.qkv, layer.qkv_bias)
-            x = F.linear(step.rotate_and_attend(index, layer, self.model, qkv), layer.out, layer.out_bias)
+            x = self._whole(step.rotate_and_attend(index, layer, self.model, qkv), layer.out, layer.out_bias)
             normed, residual = ops.add_rms_norm(x, residual, layer.post_norm, eps)
-            x = F.linear(ops.silu_mul(F.linear(normed, layer.gate_up)), layer.down)
+            x = self._whole(ops.silu_mul(F.linear(normed, layer.gate_up)), layer.down, None)
         return ops.add_rms_norm(x, residual, self.model.norm, eps)[0]
+
+    def _whole(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """A product that is summed over the ranks that have this copy of the model between them, where several have."""
+        if self.ranks is None:
+            return F.linear(x, weight, bias)
+        out = self.ranks.sum(F.linear(x, weight))
+        return out if bias is None else out + bias

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from podium.core.errors import ModelError
 from podium.engines.rollout.native.paged_cache import PagedCache
 from podium.engines.rollout.native.passes import FusedForward, ModuleForward, Piece, PrefillPass
+from podium.models.divided import tensor_ranks_of
 from podium.models.fused import can_fuse, fuse
 from podium.models.lm_head import base_of, podium_attention, verify_head
 from podium.models.packed import Packed
@@ -48,7 +49,7 @@ def forward_for(model: PreTrainedModel, ops: ModuleType, positions: int, *, fuse
     reason = can_fuse(base) if fused else "fused=False"
     if reason is None:
         with podium_attention(model):
-            return FusedForward(fuse(base, positions), ops)
+            return FusedForward(fuse(base, positions), ops, tensor_ranks_of(base))
     if fused:
         _log.warning("%s runs its own modules in rollout, slower: %s", type(model).__name__, reason)
     return ModuleForward(base)
