@@ -32,8 +32,9 @@ ALLOWED: dict[str, set[str]] = {
     "recipes": BELOW_RECIPES,
     "planner": BELOW_RECIPES,
     "doctor": BELOW_RECIPES,
+    "profiling": BELOW_RECIPES,
     "quickstart": BELOW_RECIPES | {"recipes"},
-    "cli": BELOW_RECIPES | {"recipes", "planner", "doctor", "quickstart"},
+    "cli": BELOW_RECIPES | {"recipes", "planner", "doctor", "profiling", "quickstart"},
 }
 """Room -> the rooms (or modules) that it may import besides itself."""
 
