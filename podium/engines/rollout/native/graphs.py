@@ -14,7 +14,6 @@ from torch import Tensor
 
 from podium.engines.rollout.native.paged_cache import PagedCache, RowState
 from podium.engines.rollout.native.passes import DecodePass, FusedForward, ModuleForward
-from podium.models.divided import TensorRanks
 
 # Programs of decode attention: enough for a large GPU when they are alike, and when they are of very different lengths.
 _PROGRAMS, _UNEVEN_PROGRAMS = 1024, 2048
@@ -46,15 +45,14 @@ class DecodeStep:
 
     Args:
         graphs: record and replay (CUDA); otherwise each call runs as it is written.
-        ranks: those that have this copy of the model between them; the first one's draws are all ranks'.
     """
 
     def __init__(
         self, forward: FusedForward | ModuleForward, logits: Callable[[Tensor], Tensor], ops: ModuleType, cache: PagedCache,
-        state: RowState, *, graphs: bool, ranks: TensorRanks | None = None,
+        state: RowState, *, graphs: bool,
     ) -> None:  # fmt: skip
         self.forward, self.logits, self.ops, self.cache, self.state = forward, logits, ops, cache, state
-        self.graphs, self.ranks = graphs, ranks
+        self.graphs = graphs
         self._recorded: dict[tuple[int, int, bool], tuple[torch.cuda.CUDAGraph, Tensor | None]] = {}
         self._pool = torch.cuda.graph_pool_handle() if graphs else None
 
@@ -74,8 +72,6 @@ class DecodeStep:
         if draw:
             slots = self.state.all_slots[:rows]
             self.ops.sample(logits, slots, slots, self.state)
-            if self.ranks is not None:
-                self.ranks.agree(self.state.live)
             return None
         return logits
 

@@ -97,7 +97,8 @@ class PagedEngine:
         self.policy_version = 0
         self.prefill_tokens, self.max_cache_tokens, self.window = prefill_tokens, max_cache_tokens, steps_per_look
         self.counters = Counters()
-        self._ops = operations(self.device)
+        self._ranks = tensor_ranks_of(model)
+        self._ops = operations(self.device, self._ranks)
         self._scheduler = PagedScheduler(max_concurrent, 2 * steps_per_look)
         self._looks: deque[Look] = deque()
         self._finished: list[Trajectory] = []
@@ -111,11 +112,9 @@ class PagedEngine:
         self._forward = forward_for(model, self._ops, longest, fused=fused)
         with generating(self.model, self.base):
             check(model, self._forward, self._ops, self._cache)
-        self._ranks = tensor_ranks_of(model)
         self._decode = DecodeStep(
-            self._forward, self.head.logits, self._ops, self._cache, self.state,
-            graphs=graphs and self.device.type == "cuda", ranks=self._ranks,
-        )  # fmt: skip
+            self._forward, self.head.logits, self._ops, self._cache, self.state, graphs=graphs and self.device.type == "cuda"
+        )
         self._storage = storage_fingerprint(model)
 
     # ------------------------------------------------------------------ the interface
@@ -273,7 +272,7 @@ class PagedEngine:
             logits = self.head.logits(hidden[start:end])
             draw(self._ops, logits, self.state.all_slots[: end - start], at[start:end], rows[start:end], self.state)
         self.counters.decode_steps += 1
-        self._look(rows, 1, at)
+        self._looks.append(Look.at(self.state, rows, 1, at, self.policy_version))
         return hidden[running:]
 
     def _new_window(self) -> None:
@@ -299,7 +298,7 @@ class PagedEngine:
             on_device = self.state.start([slot for group in places for slot in group], lengths)
             logits = self.head.logits(hidden[at : at + _LOGITS_ROWS])
             draw(self._ops, logits, to_device(which, self.device), on_device, rows, self.state)
-            self._look(rows, 1, on_device)
+            self._looks.append(Look.at(self.state, rows, 1, on_device, self.policy_version))
 
     def _set_row(self, slot: int, row: Row) -> None:
         request = row.sequence.request
@@ -345,17 +344,9 @@ class PagedEngine:
                 assert logits is not None
                 at = self.state.all_slots[: len(rows)]
                 draw(self._ops, logits, at, at, rows, self.state)
-                if self._ranks is not None:
-                    self._ranks.agree(self.state.live)
         self.counters.decode_steps += steps
-        self._look(rows, steps, self.state.all_slots[: len(rows)])
+        self._looks.append(Look.at(self.state, rows, steps, self.state.all_slots[: len(rows)], self.policy_version))
         return True
-
-    def _look(self, rows: list[Row], steps: int, slots: Tensor) -> None:
-        """Sends what `rows` (in these slots) drew in the last steps on its way to the host."""
-        if self._ranks is not None:
-            self._ranks.agree(self.state.live, self.state.tokens_out, self.state.scores_out)
-        self._looks.append(Look.at(self.state, rows, steps, slots, self.policy_version))
 
     def _read_all(self) -> None:
         while self._looks:

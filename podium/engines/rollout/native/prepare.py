@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import logging
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from podium.core.errors import ModelError
-from podium.engines.rollout.native.paged_cache import PagedCache
+from podium.engines.rollout.native.paged_cache import PagedCache, RowState
 from podium.engines.rollout.native.passes import FusedForward, ModuleForward, Piece, PrefillPass
-from podium.models.divided import tensor_ranks_of
+from podium.models.divided import TensorRanks, tensor_ranks_of
 from podium.models.fused import can_fuse, fuse
 from podium.models.lm_head import base_of, podium_attention, verify_head
 from podium.models.packed import Packed
@@ -22,15 +23,32 @@ _log = logging.getLogger(__name__)
 Forward = FusedForward | ModuleForward
 
 
-def operations(device: torch.device) -> ModuleType:
-    """The layers' small operations for a device: `kernels` (Triton) on CUDA, `plain` (torch) elsewhere."""
+def operations(device: torch.device, ranks: TensorRanks | None = None) -> Any:
+    """The layers' small operations for a device: `kernels` (Triton) on CUDA, `plain` (torch) elsewhere.
+
+    Args:
+        ranks: those that have the model between them: what the first one draws, all have drawn.
+    """
+    ops: ModuleType
     if device.type == "cuda":
-        from podium.engines.rollout.native import kernels
+        from podium.engines.rollout.native import kernels as ops
+    else:
+        from podium.engines.rollout.native import plain as ops
+    return ops if ranks is None else _DrawnTogether(ops, ranks)
 
-        return kernels
-    from podium.engines.rollout.native import plain
 
-    return plain
+class _DrawnTogether:
+    """The operations, with draws that are the same on every rank."""
+
+    def __init__(self, ops: ModuleType, ranks: TensorRanks) -> None:
+        self._ops, self._ranks = ops, ranks
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ops, name)
+
+    def sample(self, logits: Tensor, which: Tensor, slots: Tensor, state: RowState, *args: Any, **kwargs: Any) -> None:
+        self._ops.sample(logits, which, slots, state, *args, **kwargs)
+        self._ranks.agree(state.live, state.tokens_out, state.scores_out)
 
 
 def cache_for(base: PreTrainedModel, page_size: int) -> PagedCache:
