@@ -7,6 +7,7 @@ graphs share. The cache is found through the device (`PagedCache`), so it may co
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from types import ModuleType
 
 import torch
@@ -38,6 +39,12 @@ def splits_of(rows: int, kv_heads: int, lengths: Sequence[int]) -> int:
     while splits < min(wanted, _MOST_SPLITS) and splits * 256 < longest:
         splits *= 2
     return splits
+
+
+@cache
+def _recording_stream(device: int) -> torch.cuda.Stream:
+    """One for all recordings: cuBLAS keeps a workspace (32 MiB on Hopper) for every stream that it has ever worked on."""
+    return torch.cuda.Stream(device)
 
 
 class DecodeStep:
@@ -79,14 +86,14 @@ class DecodeStep:
         # Kernels are compiled and libraries set up by a run on which no row is active: it changes nothing.
         live = self.state.live.clone()
         self.state.active.zero_()
-        side = torch.cuda.Stream()
+        side = _recording_stream(torch.cuda.current_device())
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             self._run(rows, splits, draw)
         torch.cuda.current_stream().wait_stream(side)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
             logits = self._run(rows, splits, draw)
         self.state.live.copy_(live)
         return graph, logits
