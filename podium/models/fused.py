@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from podium.models.divided import SummedLinear
+from podium.models.low_rank import plain_linear, why_not_low_rank
 
 # Decoder layers of this form: norm, attention with rotary embedding, add, norm, gated SiLU MLP, add.
 _LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
@@ -63,8 +64,8 @@ class FusedModel:
     """A fused tensor's name to the names of the model's parameters that are its rows, in order."""
 
 
-def can_fuse(base: PreTrainedModel) -> str | None:
-    """Why this base has no fused form; None where it has one."""
+def can_fuse(base: PreTrainedModel, *, adapters: bool = False) -> str | None:
+    """Why this base has no fused form; None where it has one. `adapters`: the caller computes LoRA beside the weights."""
     config = base.config.get_text_config()
     layers: Any = getattr(base, "layers", None)
     if not isinstance(layers, nn.ModuleList) or not len(layers):
@@ -77,12 +78,16 @@ def can_fuse(base: PreTrainedModel) -> str | None:
     kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if kind not in _FIXED_ROPE:
         return f"its rotary embedding is of type {kind}"
-    kinds = {type(m) for layer in layers for m in _linears(layer)} - {SummedLinear}
+    linears = [[plain_linear(m) if adapters else m for m in _linears(layer)] for layer in layers]
+    kinds = {type(m) for layer in linears for m in layer} - {SummedLinear}
     if kinds != {nn.Linear}:  # peft's adapted layers and bitsandbytes' quantised ones are more than their weight
         return f"its linear layers are {', '.join(sorted(f'{kind.__module__}.{kind.__name__}' for kind in kinds))}"
-    if any(m.bias is not None for layer in layers for m in _linears(layer)[4:]):
+    if any(m.bias is not None for layer in linears for m in layer[4:]):
         return "its MLP has biases"
-    dtypes = {p.dtype for p in base.parameters()}
+    odd = next((reason for layer in layers for m in _linears(layer) if (reason := why_not_low_rank(m))), None)
+    if odd is not None:
+        return odd
+    dtypes = {p.dtype for name, p in base.named_parameters() if ".lora_" not in name}
     return f"its parameters have several dtypes: {sorted(map(str, dtypes))}" if len(dtypes) > 1 else None
 
 
@@ -166,6 +171,22 @@ def _fused_layer(name: str, layer: Any, window: int | None, names: dict[str, tup
         k_norm=a.k_norm.weight if hasattr(a, "k_norm") else None,
         window=window,
     )
+
+
+def lay_together(base: PreTrainedModel) -> None:
+    """Moves q, k, v into one tensor, and gate and up, in each layer whose training pass wants them so (else nothing).
+
+    For an engine that keeps the parameters' addresses and runs the modules as they are: the first training pass would move them.
+    """
+    if can_fuse(base, adapters=True) is not None:
+        return
+    layers: Any = base.layers
+    for layer in layers:
+        q, k, v, _, gate, up, _ = [plain_linear(m) for m in _linears(layer)]
+        together([q.weight, k.weight, v.weight])
+        together([gate.weight, up.weight])
+        if q.bias is not None:
+            together([q.bias, k.bias, v.bias])
 
 
 @torch.no_grad()

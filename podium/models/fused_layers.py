@@ -20,6 +20,7 @@ from podium.models.attention import AttentionContext
 from podium.models.fused import _Asked as Asked
 from podium.models.fused import can_fuse
 from podium.models.layer_ops import AddNorm, GatedMLP, NormLinear, Rotate
+from podium.models.low_rank import AdaptedLinear, adapters_of
 from podium.models.recompute import Recompute
 
 _asked: weakref.WeakKeyDictionary[nn.Module, Asked] = weakref.WeakKeyDictionary()
@@ -29,7 +30,7 @@ def why_not_fused(base: PreTrainedModel) -> str | None:
     """Why a base's training pass does not run here; None where it does."""
     if base.device.type != "cuda":
         return "it is not on a GPU"
-    reason = can_fuse(base)
+    reason = can_fuse(base, adapters=True)
     if reason is not None:
         return reason
     if any(type(p) is not nn.Parameter for p in base.parameters()):
@@ -70,18 +71,30 @@ def _layer(
     a, m = layer.self_attn, layer.mlp
     norm = layer.input_layernorm
     three = [a.q_proj, a.k_proj, a.v_proj]
-    biases = [p.bias for p in three] if a.q_proj.bias is not None else []
-    x, qkv = NormLinear.apply(x, delta, norm.weight, norm.variance_epsilon, 3, *(p.weight for p in three), *biases)
+    places, factors = adapters_of(three)
+    parameters = [*(p.weight for p in three), *(p.bias for p in three if p.bias is not None), *factors]
+    x, qkv = NormLinear.apply(x, delta, norm.weight, norm.variance_epsilon, 3, places, *parameters)
     heads = a.q_proj.weight.shape[0] // a.head_dim
     qkv = qkv.unflatten(1, (-1, a.head_dim))
     if hasattr(a, "q_norm"):
         qkv = _heads_normed(a, qkv, heads)
     q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in Rotate.apply(qkv, heads, cosine, sine))
     out = context.attend(a, q, k, v, scaling=asked.scaling, sliding_window=asked.windows[a.layer_idx])
-    delta = F.linear(out.squeeze(0).flatten(1), a.o_proj.weight, a.o_proj.bias)
+    delta = _projected(a.o_proj, out.squeeze(0).flatten(1))
     norm = layer.post_attention_layernorm
-    mlp = (m.gate_proj.weight, m.up_proj.weight, m.down_proj.weight)
-    return GatedMLP.apply(x, delta, norm.weight, norm.variance_epsilon, recompute == "none", *mlp)
+    places, factors = adapters_of([m.gate_proj, m.up_proj])
+    down_places, down_factors = adapters_of([m.down_proj])
+    parameters = [m.gate_proj.weight, m.up_proj.weight, m.down_proj.weight, *factors, *down_factors]
+    keep = recompute == "none"
+    return GatedMLP.apply(x, delta, norm.weight, norm.variance_epsilon, keep, places, down_places, *parameters)
+
+
+def _projected(layer: Any, x: Tensor) -> Tensor:
+    """A linear layer, adapted or not."""
+    places, factors = adapters_of([layer])
+    if not places:
+        return F.linear(x, layer.weight, layer.bias)
+    return AdaptedLinear.apply(x, layer.weight, layer.bias, places, *factors)
 
 
 def _heads_normed(a: Any, qkv: Tensor, heads: int) -> Tensor:

@@ -7,6 +7,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from podium.core.batch import Batch
 from podium.models.fused_layers import fused_hidden_states, why_not_fused
@@ -65,3 +66,81 @@ def test_bf16_is_as_near_to_fp32_as_the_models_own_code(shared: bool) -> None:
         exact = grads if exact is None else exact
         errors.append(float((grads - exact).norm() / exact.norm()))
     assert errors[2] < max(1.5 * errors[1], 0.01)
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ("q_proj", "v_proj")])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_adapters_have_the_gradients_of_pefts_own_layers(family: str, recompute: str, targets: object) -> None:
+    model = _adapted(family, torch.float32, targets)
+    base, packed = base_of(ActorModel(model).model), pack(_rows())
+    assert why_not_fused(base) is None
+    results: list[list[Tensor]] = []
+    for fused in (False, True):
+        base.zero_grad()
+        context = PackedAttention(packed.lengths, packed.parents)
+        ids, positions = packed.ids.cuda(), packed.positions.cuda()
+        hidden = (
+            fused_hidden_states(base, ids, positions, context, recompute)  # type: ignore[arg-type]
+            if fused
+            else run_base(base, ids, positions, context)
+        )
+        (hidden * torch.randn(hidden.shape, generator=torch.Generator().manual_seed(0)).cuda()).sum().backward()
+        results.append([hidden.detach(), *(p.grad.clone() for p in base.parameters() if p.grad is not None)])
+    for want, got in zip(*results, strict=True):
+        assert float((want - got).norm() / want.norm().clamp(min=1e-9)) < 2e-5
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_adapters_in_bf16_are_as_near_to_fp32_as_pefts_own_layers(shared: bool) -> None:
+    packed = pack(_rows() if shared else _rows().index(torch.tensor([0, 3, 5])))
+    exact, errors = None, []
+    for dtype, fused in ((torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)):
+        model = ActorModel(_adapted("qwen2", dtype, "all-linear"))
+        assert why_not_fused(base_of(model.model)) is None
+        reason = None if fused else "off"
+        with patch("podium.models.lm_head.why_not_fused", lambda _, reason=reason: reason):
+            out = model.compute(packed, ("log_probs", "entropy"))
+        (out["log_probs"].sum() + out["entropy"].sum()).backward()
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        assert all(g.dtype == torch.float32 for g in grads)
+        flat = torch.cat([g.flatten() for g in grads])
+        exact = flat if exact is None else exact
+        errors.append(float((flat - exact).norm() / exact.norm()))
+    assert errors[2] < max(1.5 * errors[1], 0.01)
+
+
+def test_lora_trains_where_rollout_has_looked_at_the_weights() -> None:
+    """The training pass lays weights together; a rollout engine keeps their addresses (and captures graphs over them)."""
+    from podium.engines.base import Request, SamplingParams
+    from podium.engines.rollout.native.choose import native_engine
+    from tests.tiny import tiny_tokenizer
+
+    model = _adapted("qwen2", torch.bfloat16, "all-linear")
+    rollout = native_engine(model, tiny_tokenizer(), max_concurrent=4)
+    texts = []
+    for version in range(3):
+        rollout.submit(Request((5, 6, 7, 8), SamplingParams(max_new_tokens=12, temperature=0.0)))
+        done: list[object] = []
+        while rollout.pending:
+            done += rollout.step()
+        texts.append(done[0].response_ids)  # type: ignore[attr-defined]
+        actor = ActorModel(model)
+        actor.compute(pack(_rows()), ("log_probs",))["log_probs"].sum().backward()
+        rollout.update_weights(version + 1)
+    assert texts[0] == texts[1] == texts[2]
+
+
+def _adapted(family: str, dtype: torch.dtype, targets: object) -> PreTrainedModel:
+    """A model with an adapter that changes something, on the GPU."""
+    pytest.importorskip("peft")
+    from podium.core.settings import LoraSettings
+    from podium.models.adapters import adapter_layers, add_lora
+
+    model = tiny_model(family, dtype=dtype)
+    add_lora(model, LoraSettings(rank=8, alpha=16, target_modules=targets))  # type: ignore[arg-type]
+    draw = torch.Generator().manual_seed(7)
+    for layer in adapter_layers(model).values():
+        for factor in (*layer.lora_A.values(), *layer.lora_B.values()):
+            factor.weight.data.copy_(0.1 * torch.randn(factor.weight.shape, generator=draw))
+    return model.cuda()

@@ -11,6 +11,8 @@ from podium.core.errors import ModelError
 from podium.engines.base import RolloutEngine
 from podium.engines.rollout.native.engine import NativeEngine
 from podium.engines.rollout.native.paged_engine import PagedEngine
+from podium.models.fused import lay_together
+from podium.models.lm_head import base_of
 
 _log = logging.getLogger(__name__)
 
@@ -35,6 +37,8 @@ def native_engine(
     Raises:
         ModelError: neither engine can run the model; `rollout.engine=hf` can.
     """
+    if model.device.type == "cuda":  # before an engine keeps their addresses
+        lay_together(base_of(model))
     options = _given(prefill_tokens=prefill_tokens, max_cache_tokens=max_cache_tokens)
     paged = _given(page_size=page_size, steps_per_look=steps_per_look, graphs=graphs, fused=fused)
     if model.device.type == "cuda" or paged:
