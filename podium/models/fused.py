@@ -176,7 +176,7 @@ def _fused_layer(name: str, layer: Any, window: int | None, names: dict[str, tup
 def lay_together(base: PreTrainedModel) -> None:
     """Moves q, k, v into one tensor, and gate and up, in each layer whose training pass wants them so (else nothing).
 
-    For an engine that keeps the parameters' addresses and runs the modules as they are: the first training pass would move them.
+    For an engine that keeps the parameters' addresses and runs the modules: the first training pass would move them.
     """
     if can_fuse(base, adapters=True) is not None:
         return

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from podium.core.settings import LoraSettings
-from podium.models.adapters import add_lora, adapter_layers, adapter_off
+from podium.models.adapters import adapter_layers, adapter_off, add_lora
 from podium.models.fused import can_fuse, lay_together
 from podium.models.fused_layers import fused_hidden_states
 from podium.models.heads import ActorModel
