@@ -23,6 +23,10 @@ BUCKET = 256 * MiB
 PREFILL_TOKENS = {"cuda": 16384, "cpu": 4096}
 LOGITS_ROWS = 256
 PAGE = 64
+WORKSPACE = 32 * MiB
+"""What cuBLAS keeps for a stream that it works on (on Hopper; 8.5 MiB on older devices)."""
+LINEARS = 7
+"""Linear maps of a decoder layer of the common form."""
 
 
 @dataclass(frozen=True)
@@ -148,6 +152,11 @@ class RoleSpec:
         return 4 * self.trained - self.kept_gradients
 
     @property
+    def workspace(self) -> float:
+        """Of the matrix products of one stream."""
+        return WORKSPACE if self.cuda else 0.0
+
+    @property
     def gathered(self) -> float:
         """FSDP: the embedding and head, and two layers, whole while they run; and the fp32 gradient of one layer."""
         if self.shard == 1:
@@ -160,7 +169,7 @@ class RoleSpec:
     @property
     def fused(self) -> bool:
         """The layers' training pass is Podium's own (`models.fused_layers`)."""
-        return self.cuda and self.shape.common and self.shard == self.tensor == 1 and not self.lora
+        return self.cuda and self.shape.common and self.shard == self.tensor == 1 and self.quantization == "none"
 
     @property
     def per_token(self) -> float:
@@ -179,7 +188,8 @@ class RoleSpec:
         if self.fused:
             kept = 0.0 if self.recompute == "selective" else 2 * ff
             normed = 2 * b * (q + kv) if shape.heads_normed else 0.0
-            return b * (2 * d + kept) + 8 + attention + normed
+            low_rank = b * LINEARS * self.lora
+            return b * (2 * d + kept) + 8 + attention + normed + low_rank
         if self.lora:
             return self._adapted_layer_per_token
         # The stream in fp32, normalised, times the norm's weight.
@@ -196,7 +206,7 @@ class RoleSpec:
         attention = b * (2 * q + 2 * kv) + 4 * shape.heads / t
         inputs = 4 * (2 * d + ff) if b == 4 else 4 * (5 * d + q + ff)
         heads_normed = 4 * (q + kv) + 4 * (q + kv) / shape.head_dim if shape.heads_normed else 0.0
-        return 2 * (4 * d + 4) + inputs + attention + heads_normed + b * 3 * ff + 4 * 7 * self.lora
+        return 2 * (4 * d + 4) + inputs + attention + heads_normed + b * 3 * ff + 4 * LINEARS * self.lora
 
     def _layer_transient(self, tokens: int) -> float:
         """One layer's backward pass: gradients of gate, up and the activation, of the stream; then of its weights."""
@@ -242,7 +252,7 @@ class RoleSpec:
         layers_grad = self._layer_transient(tokens) + keeps / self.shape.layers
         head_grad = self.itemsize * self.shape.vocabulary * self.shape.hidden if self.full and self.shape.tied else 0.0
         bottom = self.gradients + layers_grad + head_grad
-        return max(top, bottom) + self.gathered
+        return max(top, bottom) + self.gathered + self.workspace
 
     def forward_bytes(self, tokens: int, responses: int) -> float:
         """A pass without a backward pass: a few layers' worth of intermediate results, and the head."""
@@ -251,7 +261,8 @@ class RoleSpec:
         layer = tokens * b * (2 * shape.hidden + 3 * shape.ff / self.tensor + 2 * shape.heads * shape.head_dim / self.tensor)
         norm = 4 * tokens * shape.hidden if b == 2 else 0
         head = tokens * shape.hidden * b + self.head_bytes(responses, backward=False)
-        return max(layer + norm, head) + (self.gathered if not self.trains else self._gathered_forward)
+        gathered = self.gathered if not self.trains else self._gathered_forward
+        return max(layer + norm, head) + gathered + self.workspace
 
     @property
     def _gathered_forward(self) -> float:
@@ -288,11 +299,28 @@ def cache_bytes(spec: RoleSpec, rows: int, tokens: int, tensor: int = 1) -> floa
 
 
 def decode_bytes(spec: RoleSpec, rows: int, prompt_tokens: int) -> float:
-    """Beside the cache: a prefill's intermediate results, and the logits of the rows that are decoded."""
+    """Beside the cache: a prefill's intermediate results, and the logits of the rows that are decoded.
+
+    On a GPU decoding is recorded, on a stream of its own; what a recording works in stays its own, so both are counted.
+    """
     prefill = min(PREFILL_TOKENS["cuda" if spec.cuda else "cpu"], rows * prompt_tokens)
     passes = spec.forward_bytes(prefill, 0)
+    if spec.lora:
+        passes = max(passes, _adapted_pass(spec, prefill) + spec.workspace)
+    if spec.cuda:
+        return passes + rows * spec.shape.vocabulary * (spec.itemsize + 4) + spec.workspace
     logits = min(rows, LOGITS_ROWS) * spec.shape.vocabulary * 8 + rows * spec.shape.vocabulary * (spec.itemsize + 8)
     return passes + logits
+
+
+def _adapted_pass(spec: RoleSpec, tokens: int) -> float:
+    """A layer's own modules with adapters that are not fused, at the most: in `up`, when silu(gate) is there.
+
+    Each adapter makes its output in fp32, scaled once more; its input a copy in fp32, where it is not that already.
+    """
+    shape, b = spec.shape, spec.itemsize
+    copied = 4 if b == 2 else 0
+    return tokens * ((2 * b + 8) * shape.ff + (4 * b + copied) * shape.hidden + 4 * spec.lora)
 
 
 def rows_that_fit(spec: RoleSpec, room: float, tokens: int, most: int, tensor: int = 1) -> int:

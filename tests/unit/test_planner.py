@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,14 @@ from podium.core.errors import ConfigError, ModelError, ResourceError
 from podium.core.ranks import Ranks
 from podium.core.settings import LoraSettings, OptimizerSettings
 from podium.engines.base import Request, SamplingParams
-from podium.engines.rollout.native.engine import NativeEngine
+from podium.engines.rollout.native.engine import NativeEngine, generating
 from podium.engines.train import SingleDeviceEngine
 from podium.models.adapters import add_lora
 from podium.models.heads import ActorModel, CriticModel
+from podium.models.lm_head import base_of
 from podium.models.packed import pack
 from podium.planner.devices import DEVICES, load_cluster, this_machine
-from podium.planner.memory import RoleSpec, cache_bytes, generation_copy
+from podium.planner.memory import RoleSpec, _adapted_pass, cache_bytes, generation_copy
 from podium.planner.plan import state_bytes
 from podium.planner.shapes import ModelShape, shape_at, shape_of
 from podium.planner.throughput import decode_step_seconds
@@ -199,6 +201,30 @@ def saved_bytes(model: ActorModel, batch: Batch) -> int:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         model.compute(pack(batch.select("prompt_ids", "response_ids")), ("log_probs",))
     return sum(size for size, _ in seen.values())
+
+
+class _Sees:
+    """An attention that only looks: what a layer's products take is measured."""
+
+    def attend(self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **given: Any) -> torch.Tensor:
+        return query.transpose(1, 2)
+
+
+def test_a_rollout_s_pass_through_adapted_modules_takes_what_is_planned() -> None:
+    from torch.profiler import ProfilerActivity, profile
+
+    model, tokens = tiny_model("qwen2", hidden_size=64, intermediate_size=256), 2048
+    add_lora(model, LoraSettings(rank=8))
+    base = base_of(model)
+    run = {"input_ids": torch.zeros(1, tokens, dtype=torch.int64), "use_cache": False, "podium_context": _Sees()}
+    with generating(model, base):
+        base(**run)
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as taken:
+            base(**run)
+    events = taken.profiler.kineto_results.events()  # type: ignore[union-attr]
+    sizes = [size for _, size in sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")]
+    peak = max(accumulate(sizes))
+    assert _adapted_pass(spec(model, lora=8), tokens) == pytest.approx(peak, rel=0.03)
 
 
 # ------------------------------------------------------------------ layouts
