@@ -233,8 +233,7 @@ class OptimizerSettings(Settings):
     states: Literal["fp32", "8bit"] = "fp32"
     """AdamW's two moments: 8 bytes a trained weight, or 2."""
     offload: bool = False
-    """Master weights and moments live in the CPU's memory, where a role has several workers: slower updates, 12 bytes a trained
-    weight less on the devices."""
+    """Master weights and moments live in the CPU's memory: slower updates, 12 bytes a trained weight less on the devices."""
 
     @field_validator("betas")
     @classmethod

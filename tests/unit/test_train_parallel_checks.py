@@ -53,11 +53,6 @@ def test_with_one_worker_any_backend_is_one_device(backend: str) -> None:
     assert type(engine) is SingleDeviceEngine
 
 
-def test_offloaded_states_are_for_several_workers() -> None:
-    with pytest.raises(ConfigError, match="one worker keeps its optimizer's states"):
-        create_train_engine("fsdp", ActorModel(tiny_model("llama")), context=WorkerContext(), offload_optimizer=True)
-
-
 def test_loss_scale_halves_on_overflow_and_doubles_after_good_updates() -> None:
     scale = LossScale(8.0, growth_interval=2)
     for applied, want in [(True, 8), (True, 16), (False, 8), (True, 8), (True, 16)]:

@@ -38,7 +38,7 @@ def create_train_engine(backend: str, model: Any, *, context: WorkerContext | No
 
     Args:
         context: the worker's place among those of its role; None: it is alone.
-        options: of the engine (`optimizer`, `microbatch_tokens`, `total_updates`; `offload_optimizer` where it is sharded).
+        options: of the engine (`optimizer`, `microbatch_tokens`, `total_updates`, `offload_optimizer`).
 
     Raises ConfigError for a backend that is not there, and for what it does not do.
     """
@@ -48,12 +48,6 @@ def create_train_engine(backend: str, model: Any, *, context: WorkerContext | No
             options["context"] = context
         return engine(model, **options)
     if context is None or context.world_size == 1:
-        if options.pop("offload_optimizer", False):
-            raise ConfigError(
-                "one worker keeps its optimizer's states on its device",
-                where="optimizer.offload",
-                remedy="set optimizer.offload=false (optimizer.states=8bit takes a quarter), or use several workers",
-            )
         return SingleDeviceEngine(model, **options)
     return ShardedEngine(model, context=context, **options)
 

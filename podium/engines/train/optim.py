@@ -132,14 +132,12 @@ class MasterAdamW:
             factor = 1.0 / scale
             if norm > self.settings.max_grad_norm:
                 factor *= self.settings.max_grad_norm / (norm + 1e-6)
-            grads = [master.grad for master in self._masters.values() if master.grad is not None]
+            grads = self._gradients()
             if factor != 1.0 and grads:
                 torch._foreach_mul_(grads, factor)
             for group in self._adamw.param_groups:
                 group["lr"] = lr
-            self._align()
-            self._adamw.step()
-            self._write_parameters()
+            self._apply()
             self.updates += 1
         else:
             self.skipped += 1
@@ -150,8 +148,17 @@ class MasterAdamW:
 
     def _collect(self) -> float:
         """Brings the masters' gradients together; returns their norm."""
-        grads = [master.grad for master in self._masters.values() if master.grad is not None]
+        grads = self._gradients()
         return float(nn.utils.get_total_norm(grads)) if grads else 0.0
+
+    def _gradients(self) -> list[Tensor]:
+        return [master.grad for master in self._masters.values() if master.grad is not None]
+
+    def _apply(self) -> None:
+        """The update of masters and parameters, from gradients that are clipped."""
+        self._align()
+        self._adamw.step()
+        self._write_parameters()
 
     def _align(self) -> None:
         """Gradients and moments in their master's memory order: the fused kernel goes through all of them as they lie, and
@@ -176,7 +183,8 @@ class MasterAdamW:
         return {
             "updates": self.updates,
             "skipped": self.skipped,
-            "masters": {n: m.detach() for n, m in self._masters.items() if m is not self._parameters[n]},
+            # A parameter in fp32 is written beside them.
+            "masters": {n: m.detach() for n, m in self._masters.items() if self._parameters[n].dtype != torch.float32},
             "moments": {n: dict(self._adamw.state[m]) for n, m in self._masters.items() if m in self._adamw.state},
             **({"loss_scale": self.loss_scale.state_dict()} if self.loss_scale else {}),
         }

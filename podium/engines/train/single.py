@@ -17,6 +17,7 @@ from podium.core.metrics import Metrics
 from podium.core.settings import OptimizerSettings
 from podium.engines.train.budget import TRIAL, UNMEASURED, measured_budget
 from podium.engines.train.microbatch import plan
+from podium.engines.train.offload import OffloadedAdamW
 from podium.engines.train.optim import MasterAdamW
 from podium.engines.train.running import RunningSums
 from podium.models.packed import Packed, Prompts, distinct_prompts, pack
@@ -45,7 +46,10 @@ class SingleDeviceEngine:
             once, as it runs once (for each of them in a model of padded rows). It changes memory and speed, never the gradient.
             auto: the first update finds out how many fit (see `budget`).
         total_updates: the run's updates; needed for schedules that decay.
+        offload_optimizer: master weights and moments live in the CPU's memory.
     """
+
+    _offload = False
 
     def __init__(
         self,
@@ -54,8 +58,10 @@ class SingleDeviceEngine:
         optimizer: OptimizerSettings | None = None,
         microbatch_tokens: int | Literal["auto"] = 8192,
         total_updates: int | None = None,
+        offload_optimizer: bool = False,
     ) -> None:
         self.model: Any = model
+        self._offload = offload_optimizer or self._offload
         self.microbatch_tokens = microbatch_tokens
         self.work = work_of(model)
         """What a row costs: micro-batches, and ranks' shares of the rows, get equal sums of it."""
@@ -64,7 +70,8 @@ class SingleDeviceEngine:
         self._optimizer = self._make_optimizer(optimizer, total_updates) if optimizer else None
 
     def _make_optimizer(self, settings: OptimizerSettings, total_updates: int | None) -> MasterAdamW:
-        return MasterAdamW(self.model.named_parameters(), settings, total_updates)
+        kind = OffloadedAdamW if self._offload else MasterAdamW
+        return kind(self.model.named_parameters(), settings, total_updates)
 
     # ------------------------------------------------------------------ forward
 

@@ -1,0 +1,168 @@
+"""AdamW whose masters and moments are in the CPU's memory: the device holds weights, gradients and activations.
+
+Gradients are summed in fp32 on the device, as ever. The update goes through the parameters in buckets: while the CPU updates
+one, the next one's gradients come and the last one's weights go back. The staging buffers are pinned, two of each kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from podium.core.settings import OptimizerSettings
+from podium.engines.train.optim import MasterAdamW
+
+# Weights of a bucket: 128 MiB of gradients (a larger parameter is a bucket of its own).
+_BUCKET = 1 << 25
+
+
+class OffloadedAdamW(MasterAdamW):
+    """`MasterAdamW` with its state on the CPU. The same numbers, where the CPU's kernels round as the device's do.
+
+    On a CPU it does the same over a second copy of the weights: nothing is won there.
+    """
+
+    def __init__(
+        self, parameters: Iterable[tuple[str, nn.Parameter]], settings: OptimizerSettings, total_updates: int | None = None
+    ) -> None:
+        self._sums: dict[int, Tensor] = {}  # fp32 gradients of 16-bit parameters, by the parameter's id
+        self._staging: list[_Staging] = []
+        super().__init__(parameters, settings, total_updates)
+
+    def _master(self, parameter: nn.Parameter) -> Tensor:
+        if parameter.dtype != torch.float32:
+            parameter.register_post_accumulate_grad_hook(self._take)
+        return parameter.detach().to("cpu", torch.float32, copy=True).requires_grad_()
+
+    def _take(self, low: Tensor) -> None:
+        """Adds a 16-bit gradient to its sum in fp32, as soon as a backward pass has it."""
+        assert low.grad is not None
+        kept = self._sums.get(id(low))
+        if kept is None:
+            self._sums[id(low)] = low.grad.float()
+        else:
+            kept += low.grad
+        low.grad = None
+
+    @property
+    def moment_bytes(self) -> int:
+        """Memory of the two moments on the device: none."""
+        return 0
+
+    def zero_grad(self) -> None:
+        super().zero_grad()
+        self._sums.clear()
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
+    def _grad(self, name: str) -> Tensor | None:
+        parameter = self._parameters[name]
+        return parameter.grad if parameter.grad is not None else self._sums.get(id(parameter))
+
+    def _gradients(self) -> list[Tensor]:
+        return [grad for name in self._parameters if (grad := self._grad(name)) is not None]
+
+    def _apply(self) -> None:
+        buckets = list(self._buckets())
+        if buckets and not self._staging:
+            device = next(iter(self._parameters.values())).device
+            most = max(sum(self._masters[name].numel() for name in bucket) for bucket in buckets)
+            self._staging = [_Staging(most, device) for _ in range(2)]
+        for number, bucket in enumerate(buckets):
+            staging = self._staging[number % 2]
+            if number == 0:
+                self._fetch(bucket, staging)
+            if number + 1 < len(buckets):
+                self._fetch(buckets[number + 1], self._staging[1 - number % 2])
+            staging.wait()
+            for name in bucket:
+                self._masters[name].grad = staging.gradients[name]
+            self._adamw.step()  # of those that have a gradient now
+            for name in bucket:
+                self._masters[name].grad = None
+            staging.send([(self._masters[name], self._parameters[name]) for name in bucket])
+
+    def _buckets(self) -> Iterator[list[str]]:
+        """The parameters that have a gradient, in order."""
+        bucket: list[str] = []
+        size = 0
+        for name, master in self._masters.items():
+            if self._grad(name) is None:
+                continue
+            if bucket and size + master.numel() > _BUCKET:
+                yield bucket
+                bucket, size = [], 0
+            bucket.append(name)
+            size += master.numel()
+        if bucket:
+            yield bucket
+
+    def _fetch(self, bucket: list[str], staging: _Staging) -> None:
+        """Starts the way of a bucket's gradients to the CPU; the device's memory is free for what is queued after that."""
+        gradients: dict[str, tuple[Tensor, Tensor]] = {}
+        for name in bucket:
+            grad, parameter = self._grad(name), self._parameters[name]
+            assert grad is not None
+            gradients[name] = (grad, self._masters[name].detach())
+            parameter.grad = None
+            self._sums.pop(id(parameter), None)
+        staging.fetch(gradients)
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """As `MasterAdamW`: a state of either kind will do. Masters that it lacks are the weights, which are loaded."""
+        for name, master in self._masters.items():
+            if name not in state["masters"]:
+                master.copy_(self._parameters[name])
+        super().load_state_dict(state)
+
+
+class _Staging:
+    """Memory that a bucket passes through: gradients in fp32 one way, weights in the parameters' dtypes the other.
+
+    Args:
+        size: numbers of the largest bucket.
+        device: of the parameters.
+    """
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._wide = torch.empty(size, dtype=torch.float32, pin_memory=self._cuda)
+        self._low: dict[torch.dtype, Tensor] = {}
+        self._arrived, self._returned = (torch.cuda.Event() if self._cuda else None for _ in range(2))
+        self.gradients: dict[str, Tensor] = {}
+
+    def fetch(self, gradients: dict[str, tuple[Tensor, Tensor]]) -> None:
+        """Starts copying each (gradient, master) in, laid out as its master: the fused kernel goes through both as they lie."""
+        at = 0
+        self.gradients = {}
+        for name, (grad, master) in gradients.items():
+            place = torch.as_strided(self._wide, master.shape, master.stride(), at)
+            self.gradients[name] = place.copy_(grad, non_blocking=True)
+            at += master.numel()
+        if self._arrived is not None:
+            self._arrived.record()
+
+    def wait(self) -> None:
+        """Until the gradients are here."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+
+    def send(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
+        """Starts copying each (master, parameter) back, rounded on this side."""
+        if self._returned is None:
+            for master, parameter in pairs:
+                parameter.copy_(master)
+            return
+        self._returned.synchronize()  # what was sent from here before
+        at = 0
+        for master, parameter in pairs:
+            if parameter.dtype not in self._low:
+                self._low[parameter.dtype] = torch.empty(len(self._wide), dtype=parameter.dtype, pin_memory=True)
+            place = torch.as_strided(self._low[parameter.dtype], master.shape, master.stride(), at)
+            parameter.copy_(place.copy_(master), non_blocking=True)
+            at += master.numel()
+        self._returned.record()
