@@ -86,6 +86,7 @@ class ResourcePool:
             raise ResourceError(f"unknown role '{unknown[0]}'", where="resource_pool", remedy=known)
         self.pools: dict[str, PoolSettings] = {role: _pool(role, p) for role, p in self.roles.items()}
         self._check_shared()
+        self._check_rollout_home()
 
     @classmethod
     def of(cls, given: Any) -> ResourcePool:
@@ -100,6 +101,26 @@ class ResourcePool:
         """How the role divides its work among the workers of its pool. Raises ResourceError where that does not come out."""
         pool = self.pools.get(role, PoolSettings())
         return axes_of(pool.backend, pool.parallel, workers, f"resource_pool.{role}.parallel")
+
+    @property
+    def rollout_tensor(self) -> int:
+        """How many of the actor's workers have one copy of the model between them while they generate."""
+        pool = self.pools.get("rollout")
+        return pool.parallel.get("tensor", 1) if pool is not None else 1
+
+    def check_rollout(self, workers: int) -> None:
+        """Raises ResourceError where the actor's workers cannot generate as the pool of `rollout` says."""
+        pool = self.pools.get("rollout")
+        if pool is None:
+            return
+        Ranks.fit(pool.parallel, workers, "resource_pool.rollout.parallel")
+        odd = [axis for axis in ("shard", "sequence") if pool.parallel.get(axis, 1) > 1]
+        if odd:
+            raise ResourceError(
+                f"generation is not divided along '{odd[0]}'",
+                where="resource_pool.rollout.parallel",
+                remedy="use tensor; data takes what is left",
+            )
 
     def groups(self, roles: Iterable[str], default: PoolSettings) -> list[PoolGroup]:
         """The pools that these roles need, in their order.
@@ -157,6 +178,16 @@ class ResourcePool:
                         where=f"resource_pool.{role}.gpus",
                         remedy="give both the same list (they then share its processes), or lists without a common GPU",
                     )
+
+    def _check_rollout_home(self) -> None:
+        """The actor's workers generate: a pool of the rollout's own would stay empty."""
+        home, actor = (self._home(role) for role in ("rollout", "actor"))
+        if "rollout" in self.pools and home and home != actor:
+            raise ResourceError(
+                f"rollout has devices of its own (in the pool of '{home}'), and it is the actor's workers that generate",
+                where="resource_pool.rollout",
+                remedy="rollout: {shares: actor, parallel: {tensor: 2}}, where actor has a pool; else leave its devices out",
+            )
 
     def check(self, known_backends: Mapping[str, set[str]]) -> None:
         """Raises ResourceError that names the first role whose backend is not there, and those that are.

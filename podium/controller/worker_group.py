@@ -12,7 +12,18 @@ from podium.core.errors import did_you_mean
 from podium.core.ranks import Ranks, WorkerContext
 
 Maker = Callable[[WorkerContext], Any]
-"""Builds a role's worker inside the worker's process; it must be picklable where that is another one."""
+"""Builds a role's worker inside the worker's process; it must be picklable where that is another one.
+
+Where it has a method `check(ranks)`, that is called first, before a process is started or a model loaded, and may refuse.
+"""
+
+
+def check_makers(makers: Mapping[str, Maker], ranks: Mapping[str, Ranks]) -> None:
+    """Asks each maker that can say so whether its role can be divided among these ranks. Raises what it raises."""
+    for role, make in makers.items():
+        check = getattr(make, "check", None)
+        if check is not None:
+            check(ranks[role])
 
 
 @dataclass(frozen=True)

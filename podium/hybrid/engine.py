@@ -70,11 +70,11 @@ class SharedHandOver:
         canary_tolerance: float = 0.05,
     ) -> None:
         self._canary = _WithCanary(canary, canary_every, canary_tolerance)
-        addresses = {p.data_ptr() for p in trained.parameters()}
-        self._refuse([name for name, p in generating.named_parameters() if p.data_ptr() not in addresses])
+        addresses = {_address(p) for p in trained.parameters()}
+        self._refuse([name for name, p in generating.named_parameters() if _address(p) not in addresses])
         # Walking a module's tree costs more than looking where its parameters were.
         self._places = [
-            (f"{name}.{key}", module._parameters, key, parameter.data_ptr())
+            (f"{name}.{key}", module._parameters, key, _address(parameter))
             for side in (generating, trained)
             for name, module in side.named_modules()
             for key, parameter in module._parameters.items()
@@ -97,7 +97,8 @@ class SharedHandOver:
 
 
 def _address(parameter: Tensor | None) -> int | None:
-    return None if parameter is None else parameter.data_ptr()
+    """Of a distributed one: of this rank's part. (To ask for that part in the usual way takes longer.)"""
+    return None if parameter is None else getattr(parameter, "_local_tensor", parameter).data_ptr()
 
 
 class MovedHandOver:
@@ -185,7 +186,7 @@ def hand_over_between(engine: Any, generating: nn.Module, **options: Any) -> Han
         kept = {name: value for name, value in options.items() if name.startswith("canary")}
         return SharedHandOver(engine.model, generating, **kept)
     target = own_tensors(generating)
-    prefix = _prefix(tensors, target)
+    prefix = prefix_of(tensors, target)
     rank = context.rank if context is not None else 0
 
     def moved(names: Iterable[str] | None, **how: Any) -> MovedHandOver:
@@ -199,7 +200,7 @@ def hand_over_between(engine: Any, generating: nn.Module, **options: Any) -> Han
     return moved(trained, **options)
 
 
-def _prefix(tensors: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> str:
+def prefix_of(tensors: Mapping[str, Tensor], target: Mapping[str, Any]) -> str:
     """What stands before the generation side's names on the training side (`model.` where a role's model is around it)."""
     first = next(iter(target))
     ends = [name.removesuffix(first) for name in tensors if name == first or name.endswith("." + first)]

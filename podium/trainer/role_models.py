@@ -12,7 +12,7 @@ from podium.core.settings import RecipeSettings
 from podium.models.adapters import WithoutAdapter, adapter_layers, add_lora, is_silent, sharing_copy
 from podium.models.heads import ActorModel, CriticModel, RewardModel, load_reward_model
 from podium.models.lm_head import base_of
-from podium.models.loading import load_causal_lm
+from podium.models.loading import load_causal_lm, load_config
 from podium.models.own import BaseParallelModel, OwnActor
 from podium.models.wrapper import unwrapped
 
@@ -117,6 +117,17 @@ class RoleModels:
             raise ConfigError("'model.path' must be set", where=role, remedy="give a model folder, hub name or GGUF file")
         return load_causal_lm(path, **(self._plain_loading() if role == "teacher" else self._loading()))
 
+    def config(self, role: str) -> Any:
+        """The `transformers` config of a role's model, without its weights; None for a class of the user's own."""
+        given, model = self.given.get(role), self.settings.model
+        kind = role.split("_")[0] if role != "cost_critic" else "critic"
+        if given is not None and not isinstance(given, str):
+            return _config_of(given)
+        path = given or (getattr(model, f"{kind}_path", None) if role != "actor" else None)
+        if path or self.actor_is_path():
+            return load_config(path or self.actor_path(), trust_remote_code=model.trust_remote_code)
+        return _config_of(self.given["actor"])
+
     # ------------------------------------------------------------------ pieces
 
     def actor_is_path(self) -> bool:
@@ -174,6 +185,11 @@ class RoleModels:
         model = self.settings.model
         rope = model.rope_scaling.fields if model.rope_scaling is not None else None
         return {**self._plain_loading(), "quantization": model.quantization, "rope_scaling": rope}
+
+
+def _config_of(model: Any) -> Any:
+    parts = (model, getattr(model, "model", None), getattr(model, "base", None))
+    return next((config for part in parts if (config := getattr(part, "config", None)) is not None), None)
 
 
 def as_policy(model: Any, temperature: float) -> Any:

@@ -5,25 +5,38 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
 
 from podium.algorithms.base import Loss
+from podium.controller.resource_pool import ResourcePool
 from podium.controller.worker_group import Executor, RoleHandle
 from podium.core.errors import ConfigError
 from podium.core.imports import load_module
-from podium.core.ranks import WorkerContext
+from podium.core.ranks import Ranks, WorkerContext
 from podium.core.seeding import derive_seed
 from podium.core.settings import OptimizerSettings, RecipeSettings, RolloutSettings
 from podium.engines.base import SamplingParams
 from podium.engines.rollout import create_rollout_engine
 from podium.engines.train import TRAIN_ENGINES, create_train_engine
+from podium.engines.train.tensor_parallel import check_divides
 from podium.models.loading import load_tokenizer, quiet
 from podium.models.own import BaseParallelModel
 from podium.stages.graph import StageGraph
 from podium.stages.update import UpdateStage
 from podium.trainer.role_models import RoleModels, as_policy
+
+
+def check_rollout_engine(name: str, tensor: int) -> None:
+    """Raises ConfigError where the rollout engine cannot run a model that several ranks have between them."""
+    if tensor > 1 and name != "native":
+        raise ConfigError(
+            f"the rollout engine '{name}' runs whole models, and resource_pool.rollout.parallel.tensor is {tensor}",
+            where="rollout.engine",
+            remedy="use native, or leave resource_pool.rollout out",
+        )
 
 
 def sampling_of(rollout: RolloutSettings) -> SamplingParams:
@@ -71,6 +84,10 @@ class RoleMaker:
     def __call__(self, context: WorkerContext) -> Any:
         return self.roles.worker(self.role, context)
 
+    def check(self, ranks: Ranks) -> None:
+        """Whether the role's model can be divided among its workers, from its config alone. Raises ConfigError."""
+        self.roles.check(self.role, ranks)
+
 
 class Roles:
     """Builds the workers of a graph's roles. It travels to their processes before any model is loaded.
@@ -80,12 +97,19 @@ class Roles:
         given: models that stages were given, by role; others are loaded from `settings.model`.
         tokenizer: the actor's, where a stage was given one.
         backends: the train engine of each role, where it is not the default.
+        pool: how the rollout divides its work.
     """
 
     def __init__(
-        self, settings: RecipeSettings, given: dict[str, Any], tokenizer: Any, backends: Mapping[str, str] | None = None
+        self,
+        settings: RecipeSettings,
+        given: dict[str, Any],
+        tokenizer: Any,
+        backends: Mapping[str, str] | None = None,
+        pool: ResourcePool | None = None,
     ) -> None:
         self.settings, self.given, self.backends = settings, given, dict(backends or {})
+        self.pool = pool or ResourcePool()
         self.tokenizer = tokenizer if tokenizer is not None else self._load_tokenizer()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -104,6 +128,25 @@ class Roles:
         for handle in handles.values():
             handle.ask_for_work()
         return {role: handles[role] for role in needs.roles}
+
+    def check(self, role: str, ranks: Ranks) -> None:
+        """Raises ConfigError (or ResourceError) where a role's model does not divide among such ranks. Loads no weights."""
+        generates = role == "actor" and self.generates
+        if generates:
+            self.pool.check_rollout(ranks.workers)
+            check_rollout_engine(self._rollout().engine, self.pool.rollout_tensor)
+        tensor = self.pool.rollout_tensor if generates else 1
+        if ranks.tensor * ranks.sequence * tensor == 1:
+            return
+        config = RoleModels(self.settings, self.given, "cpu").config(role)
+        if config is None:
+            raise ConfigError(
+                f"the model of the role '{role}' is a class of its own, which is not divided along tensor or sequence",
+                where=f"resource_pool.{role if tensor == 1 else 'rollout'}.parallel",
+                remedy="use data and shard",
+            )
+        check_divides(config, ranks, f"resource_pool.{role}.parallel")
+        check_divides(config, Ranks(tensor=tensor), "resource_pool.rollout.parallel")
 
     def worker(self, role: str, context: WorkerContext) -> Any:
         """The role's worker for this place."""
@@ -147,6 +190,8 @@ class Roles:
 
         model = self.models.actor(trains=self._actor_trains)
         settings = self._rollout()
+        if generates and self.pool.rollout_tensor > 1:
+            return self._dividing_actor(model, loss)
         # Sharded weights cannot generate as they are: each rank generates from whole ones, which every update hands over.
         ranks = self.context.ranks
         apart = generates and loss is not None and ranks.shard * ranks.tensor * ranks.sequence > 1
@@ -158,6 +203,24 @@ class Roles:
             from podium.hybrid.engine import hand_over_between
 
             worker.hand_over = hand_over_between(engine, generating)
+        return worker
+
+    def _dividing_actor(self, model: Any, loss: Loss | None) -> Any:
+        """The actor whose workers have copies of the model between them while they generate."""
+        from podium.engines.rollout.divided import DividedModel
+        from podium.hybrid.generation import DividedGeneration
+        from podium.workers.actor import ActorWorker
+        from podium.workers.rollout import RowExchange
+
+        divided = DividedModel(model, self.pool.rollout_tensor)  # the engine cuts the model where it stands
+        engine = self._engine("actor", as_policy(model, self._temperature()), loss)
+        timeout = timedelta(seconds=self.settings.deadlines.call or 1e8)
+        side = DividedGeneration(divided, engine, self.context, timeout=timeout)
+        settings = self._rollout()
+        rollout = self._rollout_engine(side.model, settings)
+        worker = ActorWorker(engine, rollout, sampling_of(settings), self.tokenizer, **self._minibatching(loss))
+        worker.hand_over = side.hand_over()
+        worker.exchange = RowExchange.among(side.groups.copies, self.context, side.ranks, timeout=timeout)
         return worker
 
     def _rollout_engine(self, model: Any, settings: RolloutSettings) -> Any:

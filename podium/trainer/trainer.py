@@ -241,7 +241,7 @@ class Trainer:
         if isinstance(self.executor, LocalExecutor):
             self.executor.device = device
         backends = {role: name for role, name in self.pool.backends().items() if name in TRAIN_ENGINES}
-        roles = Roles(settings, self._given_models, self._given_tokenizer, backends)
+        roles = Roles(settings, self._given_models, self._given_tokenizer, backends, self.pool)
         self.tokenizer = roles.tokenizer
         for stage in self.graph.stages:
             if stage.wants_tokenizer and stage.tokenizer is None:

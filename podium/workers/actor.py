@@ -16,6 +16,7 @@ from podium.engines.base import Request, RolloutEngine, SamplingParams, TrainEng
 from podium.engines.rollout.generate import generate
 from podium.hybrid.engine import HandOver
 from podium.workers.base import TrainedRole
+from podium.workers.rollout import RowExchange
 
 Progress = Callable[[int, int, int], None]
 
@@ -40,6 +41,8 @@ class ActorWorker(TrainedRole):
         self.calls = 0
         self.hand_over: HandOver | None = None
         """Moves the weights to the rollout engine, where that has others than the train engine's own."""
+        self.exchange: RowExchange | None = None
+        """Deals rows among the workers, where several generate with one copy of the model."""
 
     @dispatch("prompts")
     def generate_sequences(
@@ -81,7 +84,8 @@ class ActorWorker(TrainedRole):
         ]
         batch = batch.drop("occurrence").with_columns({"sample_seed": seeds})
         sampling = self.sampling if temperature is None else replace(self.sampling, temperature=temperature)
-        out = generate(self.rollout, batch, sampling, on_progress=on_progress)
+        run = generate if self.exchange is None else self.exchange.generate
+        out = run(self.rollout, batch, sampling, on_progress=on_progress)
         text = self.tokenizer.batch_decode(out["response_ids"].to_list(), skip_special_tokens=True)
         return out.with_columns({"response": text})
 

@@ -10,13 +10,17 @@ import time
 
 import pytest
 
+from podium import Trainer
 from podium.controller.executors.spmd import SpmdExecutor
 from podium.controller.placement import Node, place
 from podium.controller.resource_pool import ResourcePool
-from podium.core.errors import ConfigError, ResourceError, WorkerLost
+from podium.core.errors import ConfigError, PodiumError, ResourceError, WorkerLost
+from podium.trainer.roles import check_rollout_engine
 from tests.executors import trouble
 from tests.executors.players import DiesInInit, Player, Unbuildable, batch
+from tests.executors.test_runs import PROMPTS, settings
 from tests.executors.test_suite import torchrun
+from tests.tiny import tiny_model, tiny_tokenizer
 
 ROLES = ("actor", "critic", "reference", "reward")
 A, B, C = Node("a", 8, (0, 1, 2, 3), "H100", 80.0), Node("b", 8, (0, 1), "T4", 16.0), Node("c", 8)
@@ -68,6 +72,7 @@ def test_a_pool_over_nodes_and_roles_without_a_pool():
         ({"actor": {"gpus": [0, 1]}, "critic": {"gpus": [1, 2]}}, r"GPU 1 is in the pools of 'actor' and 'critic'"),
         ({"actor": "critic"}, r"shares 'critic', which has no pool"),
         ({"actor": "critic", "critic": "actor"}, r"in a circle"),
+        ({"actor": {"gpus": [0]}, "rollout": {"gpus": [1]}}, r"rollout has devices of its own(?s:.*)\{shares: actor"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_what_would(pool, message):
@@ -253,3 +258,46 @@ def test_lines_of_all_ranks_come_with_role_and_rank(ray_cluster, capfd):
         out, error = capfd.readouterr()
         text += out + error
     assert "[actor 0] a line of output" in text and "[actor 1] a line of output" in text
+
+
+# ---------------------------------------------------------------------- layouts, before a weight is loaded
+
+
+@pytest.mark.parametrize(
+    ("pool", "message"),
+    [
+        (
+            {"actor": {"cpus": 3, "parallel": {"tensor": 3}}},
+            r"actor.parallel.tensor: .*4 attention heads .*one of \[1, 2\]",
+        ),
+        ({"actor": {"cpus": 3, "parallel": {"sequence": 3}}}, r"resource_pool.actor.parallel.sequence: .*one of \[1, 2, 4\]"),
+        (
+            {"actor": {"cpus": 4}, "rollout": {"parallel": {"tensor": 4}}},
+            r"resource_pool.rollout.parallel.tensor: .*2 key/value heads do not divide by tensor=4.*one of \[1, 2\]",
+        ),
+        ({"actor": {"cpus": 3}, "rollout": {"parallel": {"tensor": 2}}}, r"tensor must divide 3: one of \[1, 3\]"),
+        ({"actor": {"cpus": 2}, "rollout": {"parallel": {"shard": 2}}}, r"generation is not divided along 'shard'"),
+    ],
+)
+def test_heads_that_do_not_divide_are_refused_before_anything_is_started(pool, message, ray_cluster, tmp_path, monkeypatch):
+    """On Ray, from the config alone: the folder has no weights."""
+    from podium.controller.executors import ray as module
+
+    tiny_model().config.save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    monkeypatch.setattr(module, "_Pool", lambda *_: pytest.fail("a process was started"))
+    values = {**settings(tmp_path, algorithm="grpo"), "model": {"path": str(tmp_path / "model")}}
+    trainer = Trainer(config={**values, "kl": {"coef": 0.0}, "executor": {"kind": "ray"}, "resource_pool": pool}, data=PROMPTS)
+    with pytest.raises(PodiumError, match=f"(?s){message}"):
+        trainer.prepare()
+    trainer.close()
+
+
+def test_another_rollout_engine_does_not_divide_a_model(tmp_path):
+    values = settings(tmp_path, algorithm="grpo", kl={"coef": 0.0}, rollout={"engine": "hf"})
+    values["resource_pool"] = {"rollout": {"parallel": {"tensor": 2}}}
+    trainer = Trainer(config=values, models={"actor": tiny_model()}, tokenizer=tiny_tokenizer(), data=PROMPTS)
+    with pytest.raises(PodiumError, match=r"tensor 2 makes 2 workers, and the pool has 1"):
+        trainer.prepare()
+    with pytest.raises(ConfigError, match=r"rollout.engine: .*'hf' runs whole models"):
+        check_rollout_engine("hf", 2)

@@ -70,6 +70,31 @@ def test_ppo_on_ray_has_the_numbers_of_one_process(name, alone, ray_cluster, tmp
         assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-5)
 
 
+def samples(result):
+    """Every rollout that was kept."""
+    lines = [json.loads(line) for path in sorted(result.run_folder.glob("samples/*.jsonl")) for line in path.open()]
+    return [{name: line[name] for name in ("prompt", "response_ids", "group_id", "policy_version")} for line in lines]
+
+
+TOGETHER = {
+    "fsdp": {"actor": {"cpus": 2, "backend": "fsdp"}, "rollout": {"shares": "actor", "parallel": {"tensor": 2}}},
+    "tensor": {"actor": {"cpus": 2, "parallel": {"tensor": 2}}, "rollout": {"parallel": {"tensor": 2}}},
+}
+
+
+@pytest.mark.parametrize("name", ["fsdp", pytest.param("tensor", marks=pytest.mark.slow)])
+def test_grpo_whose_workers_generate_with_one_model_between_them(name, ray_cluster, tmp_path):
+    """The samples of every step and the metrics are those of one process."""
+    want = trained(tmp_path / "alone", algorithm="grpo", kl={"coef": 0.0})[1]
+    trainer, got = trained(
+        tmp_path / "together", algorithm="grpo", kl={"coef": 0.0}, executor={"kind": "ray"}, resource_pool=TOGETHER[name]
+    )
+    trainer.close()
+    assert samples(got) == samples(want) and len(samples(want)) == 16
+    for mine, theirs in zip(rows(got), rows(want), strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-5)
+
+
 @pytest.mark.slow
 def test_ppo_under_torchrun_has_them_too_and_rank_0_alone_writes(alone, tmp_path):
     from tests.executors.test_suite import start_ranks

@@ -8,9 +8,9 @@ from typing import Any
 from podium.controller.dispatch import Plan
 from podium.controller.future import Future
 from podium.controller.memory import explained
-from podium.controller.worker_group import Maker, RoleHandle, WorkerGroup
+from podium.controller.worker_group import Maker, RoleHandle, WorkerGroup, check_makers
 from podium.core.activity import doing
-from podium.core.ranks import WorkerContext
+from podium.core.ranks import Ranks, WorkerContext
 
 
 class LocalExecutor:
@@ -29,6 +29,7 @@ class LocalExecutor:
         self.device = device
 
     def launch(self, makers: Mapping[str, Maker]) -> dict[str, RoleHandle]:
+        check_makers(makers, dict.fromkeys(makers, Ranks()))
         workers = {role: self._build(make, WorkerContext(role, device=self.device)) for role, make in makers.items()}
         return {role: RoleHandle(WorkerGroup(role, [w], type(w)), self) for role, w in workers.items()}
 

@@ -18,7 +18,7 @@ from podium.controller.future import Future
 from podium.controller.placement import Placed, place
 from podium.controller.process import Failure, WorkerProcess
 from podium.controller.resource_pool import ResourcePool
-from podium.controller.worker_group import Maker, RoleHandle, WorkerGroup
+from podium.controller.worker_group import Maker, RoleHandle, WorkerGroup, check_makers
 from podium.core.batch import Batch
 from podium.core.deferred import DeferredRagged
 from podium.core.errors import ResourceError, WorkerLost
@@ -69,6 +69,7 @@ class RayExecutor:
         ray = self._connect()
         nodes = cluster_nodes(ray, self._asks_memory())
         placed = place(self.pool, list(makers), nodes, workers=self.workers, on_cpus=self.device == "cpu")
+        check_makers(makers, {role: ranks for p in placed for role, ranks in p.ranks.items()})
         try:
             # Where no pool names GPU ids, which ones it gets is Ray's to say: others may use the cluster too.
             named = any(pool.gpus for pool in self.pool.pools.values())

@@ -19,7 +19,7 @@ from podium.controller.future import Future
 from podium.controller.memory import explained
 from podium.controller.process import Failure, role_mesh
 from podium.controller.resource_pool import PoolSettings, ResourcePool
-from podium.controller.worker_group import Maker, RoleHandle, WorkerGroup
+from podium.controller.worker_group import Maker, RoleHandle, WorkerGroup, check_makers
 from podium.core.batch import Batch
 from podium.core.errors import ResourceError, WorkerError, WorkerLost
 from podium.core.ragged import Ragged, as_array
@@ -77,6 +77,7 @@ class SpmdExecutor:
 
     def launch(self, makers: Mapping[str, Maker]) -> dict[str, RoleHandle]:
         ranks = self._ranks(list(makers))
+        check_makers(makers, ranks)
         handles, failure = {}, None
         for role, make in makers.items():
             context = WorkerContext(role, self.rank, ranks[role], self.device, self._backend, "torchrun")

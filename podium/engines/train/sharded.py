@@ -165,6 +165,14 @@ class ShardedEngine(SingleDeviceEngine):
         """The model's live tensors by its own names (tied ones once): parameters, maybe distributed, and buffers."""
         return own_tensors(self.model)
 
+    @torch.no_grad()
+    def follow(self, name: str, place: Tensor) -> None:
+        """This rank's part of a parameter is at `place` from now on, which holds its values (a rollout engine laid it out anew)."""
+        if self._optimizer is not None and self.model.get_parameter(name).requires_grad:
+            self._optimizer.follow(name, place)  # type: ignore[attr-defined]
+        parameter = self.model.get_parameter(name)
+        getattr(parameter, "_local_tensor", parameter).data = place
+
     def state_dict(self) -> dict[str, Any]:
         """Whole tensors by the model's own names, on the CPU of the first rank: any number of ranks can load them.
 

@@ -131,6 +131,12 @@ class ShardedAdamW(MasterAdamW):
             if local.data_ptr() != self._masters[name].data_ptr() or local.device != self._masters[name].device:
                 local.copy_(self._masters[name])
 
+    def follow(self, name: str, place: Tensor) -> None:
+        """A parameter's local part is about to be at `place`, with the same values: a master that is the same memory goes too."""
+        local, master = local_of(self._parameters[name].detach()), self._masters[name]
+        if master.device == local.device and master.data_ptr() == local.data_ptr():
+            master.data = place
+
     # ------------------------------------------------------------------ state, in whole tensors
 
     def state_dict(self) -> dict[str, Any]:

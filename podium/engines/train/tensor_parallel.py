@@ -7,7 +7,7 @@ heads are whole on every rank. What comes after the base is computed for a share
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
@@ -74,6 +74,24 @@ def split_of(name: str) -> Split | None:
     return Split(1) if last in BY_ROWS and kind == "weight" else None
 
 
+def cuts_of(layer: nn.Module, where: str = "parallel.tensor") -> dict[str, Literal["columns", "rows"]]:
+    """How each linear layer inside a decoder layer is cut, by its name. Raises ModelError for one of an unknown name."""
+    cuts: dict[str, Literal["columns", "rows"]] = {}
+    for name, module in layer.named_modules():
+        last = name.rpartition(".")[2]
+        if last in BY_COLUMNS:
+            cuts[name] = "columns"
+        elif last in BY_ROWS:
+            cuts[name] = "rows"
+        elif isinstance(module, nn.Linear):
+            raise ModelError(
+                f"tensor parallelism does not know how to cut '{name}' of {type(layer).__name__}",
+                where=where,
+                remedy=f"it cuts {', '.join(BY_COLUMNS + BY_ROWS)}; use shard for this model",
+            )
+    return cuts
+
+
 def apply_tensor_parallel(base: Any, mesh: Any) -> None:
     """Cuts the base's layers over the mesh's ranks, in place. Every rank must have the same weights.
 
@@ -86,21 +104,9 @@ def apply_tensor_parallel(base: Any, mesh: Any) -> None:
         raise ModelError(f"{type(base).__name__} has no list of layers that tensor parallelism could cut", remedy="use shard")
     for parameter in base.parameters():
         parameter.data = parameter.data.contiguous()  # a CPU may have it by columns
+    styles = {"columns": ColwiseParallel, "rows": RowwiseParallel}
     for layer in layers:
-        styles: dict[str, Any] = {}
-        for name, module in layer.named_modules():
-            last = name.rpartition(".")[2]
-            if last in BY_COLUMNS:
-                styles[name] = ColwiseParallel()
-            elif last in BY_ROWS:
-                styles[name] = RowwiseParallel()
-            elif isinstance(module, nn.Linear):
-                raise ModelError(
-                    f"tensor parallelism does not know how to cut '{name}' of {type(layer).__name__}",
-                    where="parallel.tensor",
-                    remedy=f"it cuts {', '.join(BY_COLUMNS + BY_ROWS)}; use shard for this model",
-                )
-        parallelize_module(layer, mesh, styles, src_data_rank=None)  # type: ignore[arg-type]
+        parallelize_module(layer, mesh, {name: styles[cut]() for name, cut in cuts_of(layer).items()}, src_data_rank=None)  # type: ignore[arg-type]
     # The embedding's gradient is the same on every rank and the (maybe tied) head's a share: a share of both adds up.
     base.get_input_embeddings().register_forward_hook(lambda _, __, out: scale_backward(out, 1 / mesh.size()))
 
