@@ -16,8 +16,9 @@ from podium.planner.roles import Needs, Sizes
 def smallest_change(settings: RecipeSettings, needs: Needs, cluster: Cluster, plan: Plan, sizes: Sizes) -> list[str] | None:
     """Overrides (`key=value`) under which the plan fits; None where none of those that are known does.
 
-    First what changes no number of the run (smaller micro-batches, weights cut over devices that are there, more devices), then
-    what changes how precisely or what is trained (16 bits, an adapter, a base in 4 bits).
+    First what changes no number of the run (smaller micro-batches, weights cut over devices that are there, more devices, the
+    optimizer's state in the host's memory), then what changes how precisely or what is trained (moments in 8 bits, weights in
+    16, an adapter, a base in 4 bits).
     """
     values = settings.model_dump(mode="json")
     for change in candidates(settings, cluster, plan, sizes):
@@ -45,6 +46,10 @@ def candidates(settings: RecipeSettings, cluster: Cluster, plan: Plan, sizes: Si
         yield over
         if least:
             yield [*least, *over]
+    if settings.model.lora is None and not settings.optimizer.offload and any(not pool.device.is_cpu for pool in plan.pools):
+        offloads = [f"{name}.offload=true" for name in ("optimizer", "critic") if hasattr(settings, name)]
+        yield offloads
+        yield [*least, *offloads]
     if settings.model.lora is None and settings.optimizer.states != "8bit":
         states = [f"{name}.states=8bit" for name in ("optimizer", "critic") if hasattr(settings, name)]
         yield states

@@ -20,6 +20,8 @@ TILE = 1 << 27
 CPU_CHUNK = 1 << 26
 BUCKET = 256 * MiB
 """The largest message of a hand-over (`hybrid.transfer`); two are under way."""
+STAGED = 1 << 25
+"""Weights whose gradients go to the host together (`engines.train.offload`); two such parts are under way."""
 PREFILL_TOKENS = {"cuda": 16384, "cpu": 4096}
 LOGITS_ROWS = 256
 PAGE = 64
@@ -121,8 +123,8 @@ class RoleSpec:
 
     @property
     def masters(self) -> float:
-        """fp32 copies of 16-bit weights."""
-        return 0.0 if self.in_fp32 and not (self.offload and self.shard > 1) else 4 * self.trained
+        """fp32 copies of 16-bit weights; of all, where they lie in another memory."""
+        return 0.0 if self.in_fp32 and not self.offload else 4 * self.trained
 
     @property
     def moments(self) -> float:
@@ -132,17 +134,20 @@ class RoleSpec:
     @property
     def kept_gradients(self) -> float:
         """On a CPU the fp32 gradients of 16-bit weights keep their memory between updates."""
-        return 4 * self.trained if not self.cuda and not self.in_fp32 else 0.0
+        return 4 * self.trained if not self.cuda and not self.in_fp32 and not self.offload else 0.0
 
     @property
     def stays(self) -> float:
         """On the device, all the time."""
-        return self.weights + (0.0 if self.offload else self.masters + self.moments) + self.kept_gradients
+        return self.weights + (0.0 if self.on_host else self.masters + self.moments) + self.kept_gradients
 
     @property
     def on_host(self) -> float:
-        """In the host's memory, all the time."""
-        return self.masters + self.moments if self.offload else 0.0
+        """In the host's memory, all the time: masters, moments, and (one device) what gradients and weights pass through."""
+        if not self.offload or not self.cuda:
+            return 0.0
+        largest = min(self.trained, max(STAGED, self.shape.vocabulary * self.shape.hidden))
+        return self.masters + self.moments + (2 * (4 + self.itemsize) * largest if self.single else 0.0)
 
     # ------------------------------------------------------------------ what a pass adds
 

@@ -114,7 +114,7 @@ def role_spec(
         lora=lora,
         quantization=model.quantization if own is None and lora else "none",
         shares=shares,
-        offload=not single and optimizer.offload,
+        offload=trains and optimizer.offload,
         moment_bytes=2 + 8 / 256 if optimizer.states == "8bit" else 8.0,
         recompute=settings.batch.activation_checkpointing,
         cuda=not device.is_cpu,

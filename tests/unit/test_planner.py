@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,8 @@ QWEN_7B = {
     "tie_word_embeddings": False,
     "max_position_embeddings": 32768,
 }
+QWEN_1B = {**QWEN_7B, "hidden_size": 1536, "intermediate_size": 8960, "num_attention_heads": 12, "num_key_value_heads": 2}
+QWEN_1B["tie_word_embeddings"] = True
 LLAMA_70B = {
     "model_type": "llama",
     "vocab_size": 128256,
@@ -250,6 +253,24 @@ def test_layouts_divide_what_they_cut() -> None:
     assert offloaded.stays == offloaded.weights and offloaded.on_host == pytest.approx(12 * shape.total / 64)
 
 
+def test_an_optimizer_in_the_hosts_memory_on_one_device() -> None:
+    """7B on one device of 141 GB, 1.5B on one of 24: 2 bytes a weight stay, 4 more while gradients are summed."""
+    from transformers import AutoConfig
+
+    for sizes, memory, tokens in ((QWEN_7B, 141e9, 16_384), (QWEN_1B, 24e9, 4_096)):
+        shape = shape_of(AutoConfig.for_model(**sizes), "model")
+        spec = RoleSpec("actor", shape, 2, True, offload=True, recompute="full")
+        assert spec.stays == 2 * shape.total and spec.gradients == 4 * shape.total
+        assert 12 * shape.total < spec.on_host < 12 * shape.total + 12 * max(1 << 25, shape.vocabulary * shape.hidden) + 1
+        assert spec.stays + spec.update_bytes(tokens, tokens, 2) < memory
+        whole = replace(spec, offload=False)
+        assert whole.stays + whole.update_bytes(tokens, tokens, 2) > 0.95 * memory
+    adapter = RoleSpec("actor", shape, 2, True, offload=True, lora=8)
+    assert adapter.stays == adapter.weights and adapter.masters == 4 * adapter.adapter
+    on_cpu = RoleSpec("actor", shape, 4, True, offload=True, cuda=False)
+    assert on_cpu.on_host == 0 and on_cpu.stays == 16 * shape.total  # a second copy: nothing is won there
+
+
 def test_four_bits_take_half_a_byte() -> None:
     shape = shape_70b()
     planned = RoleSpec("actor", shape, 2, True, lora=16, quantization="4bit")
@@ -306,7 +327,10 @@ def test_the_smallest_change_comes_first(folder: Path) -> None:
     plan = planned(size % 168)
     assert not plan.fits and plan.change and plan.change[0].startswith("batch.microbatch_tokens=") and len(plan.change) == 1
     alone = planned("{nodes: 1, devices_per_node: 1, device: A100}")
-    assert "model.lora.rank=16" in alone.change
+    assert alone.change[-1] == "optimizer.offload=true"  # it changes no number
+    assert planned("{nodes: 1, devices_per_node: 1, device: A100}", *alone.change).fits
+    small = planned("{nodes: 1, devices_per_node: 1, device: A100-40}")
+    assert "model.lora.rank=16" in small.change
     nothing = planned("{nodes: 1, devices_per_node: 1, device: tiny, memory_gb: 3, flops: 1.0e+13, bandwidth: 1.0e+11}")
     assert not nothing.fits and nothing.change is None
 
