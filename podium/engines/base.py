@@ -19,7 +19,8 @@ class SamplingParams:
     """How one response is sampled. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 leave the distribution whole.
 
     A sampled token's log-prob is that of the whole distribution at `temperature` (at 1 when greedy): what training
-    recomputes. Truncation (top-k, top-p, min-p) changes which token is drawn, not the log-prob reported.
+    recomputes. Truncation (top-k, top-p, min-p) changes which token is drawn, not the log-prob reported. `logit_bias` and
+    `bad_words` change the logits before they are divided by the temperature, so both; training does not know of them.
     """
 
     max_new_tokens: int = 256
@@ -31,6 +32,11 @@ class SamplingParams:
     """Strings that end the response; the token that completes one is kept."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end the response besides the model's own end tokens; kept."""
+    bad_words: tuple[str, ...] = ()
+    """Texts that are not written: the token that would complete one (as it is tokenised at the start of a text, or after a
+    space) cannot be drawn."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, what is added to its logit); minus infinity forbids the token."""
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import torch
 from podium.engines.rollout.native import plain
 from podium.engines.rollout.native.paged_cache import PagedCache, RowState
 from podium.engines.rollout.native.sampler import uniforms
+from podium.engines.rollout.native.sharing import Shared, Tiles
 
 pytest.importorskip("triton")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -104,6 +105,33 @@ def test_decode_attention(
     _near(got, plain.decode_attention(query, cache, 2, table, counts, **call))
 
 
+@pytest.mark.parametrize("dtype", KINDS)
+@pytest.mark.parametrize("splits", [(1, 1), (4, 2)])
+@pytest.mark.parametrize(("width", "group", "page", "softcap"), [(64, 7, 16, None), (128, 4, 64, None), (64, 1, 16, 5.0)])
+def test_a_shared_start_read_once_is_the_same_attention(
+    dtype: torch.dtype, splits: tuple[int, int], width: int, group: int, page: int, softcap: float | None
+) -> None:
+    """Groups of 2 to 10 rows (one of several tiles), rows without a group, and rows of either kind that see nothing."""
+    cache = _cache(width=width, page=page, dtype=dtype)
+    tiles = Tiles(20, group, dtype, DEVICE)
+    groups = [(256, [0, 1, 2, 3, 4, 5, 6, 7, 8, 12]), (2 * page, [9, 13])]
+    count = tiles.set(groups)
+    assert count == -(-10 // tiles.height) + 1
+    counts = torch.tensor([300, 257, 256 + page, 0, 270, 299, 301, 258, 290, 2 * page + 1, 7, 0, 260, 300], device=DEVICE)
+    table = torch.stack([torch.randperm(40, device=DEVICE)[: 320 // page] for _ in counts]).to(torch.int32)
+    for keys, rows in groups:
+        table[rows, : keys // page] = table[rows[0], : keys // page].clone()
+    query = _randn(len(counts), 2 * group, width, dtype=dtype)
+    call = {"scaling": 0.11, "splits": splits[0], "softcap": softcap}
+    want = plain.decode_attention(query, cache, 2, table, counts.int(), **call)
+    got = _kernels().decode_attention(
+        query, cache, 2, table, counts.int(), **call, shared=Shared(tiles, 8, splits[1])
+    )  # the last tiles are empty
+    _near(got, want)
+    assert not got[3].any()
+    assert not got[11].any()
+
+
 def test_the_cache_is_found_after_it_was_taken_again() -> None:
     cache = _cache()
     keys, values = _randn(2, 2, 64), _randn(2, 2, 64)
@@ -128,12 +156,20 @@ def test_places() -> None:
         assert torch.equal(got, want)
 
 
-def _state(rows: int, rng: np.random.Generator) -> RowState:
+WHOLE = [(0, 1.0, 0.0)]
+TRUNCATIONS = [
+    (0, 1.0, 0.0), (5, 1.0, 0.0), (0, 0.9, 0.0), (0, 1.0, 0.1), (40, 0.7, 0.0), (7, 0.5, 0.2), (0, 0.999, 0.0), (1, 1.0, 0.0),
+    (10**6, 0.95, 0.0), (300, 0.9999, 0.0), (0, 1e-6, 0.0),
+]  # fmt: skip
+"""top-k, top-p, min-p: each alone, several together, k beyond the vocabulary, p that keeps one token."""
+
+
+def _state(rows: int, rng: np.random.Generator, truncations: list[tuple[int, float, float]] = WHOLE) -> RowState:
     state = RowState(rows, 4, 3, DEVICE)
     temperatures = [1.0, 0.7, 0.0, 1.5]
     for slot in range(rows):
         seed = int(rng.integers(0, 2**63)) - 2**62 * (slot % 3)
-        state.set_row(slot, 20 + slot % 3, 5, seed, temperatures[slot % 4], (3, 77))
+        state.set_row(slot, 20 + slot % 3, 5, seed, (temperatures[slot % 4], *truncations[slot % len(truncations)]), (3, 77))
     state.upload(rows)
     state.start(list(range(rows)), [6 + slot % 15 for slot in range(rows)])
     state.active[1] = 0
@@ -160,15 +196,62 @@ def test_samples_equal_the_plain_samplers(dtype: torch.dtype, vocabulary: int) -
     assert torch.equal(ours.live, theirs.live)
 
 
-def test_logits_that_are_not_finite_end_a_row() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocabulary", [500, 2048, 9000])
+def test_truncated_samples_equal_the_plain_samplers(dtype: torch.dtype, vocabulary: int) -> None:
+    """In bf16 many logits are equal: which of them stay is decided by their ids."""
+    if INTERPRETED and vocabulary == 2048:
+        pytest.skip("slow in the interpreter")
+    torch.manual_seed(vocabulary)  # a draw on the border between two tokens may fall either way
+    rows = 22 if INTERPRETED else 44
+    logits = (_randn(8, vocabulary) * torch.tensor([0.3, 0.5, 1, 1, 2, 3, 5, 8], device=DEVICE)[:, None]).to(dtype)
+    logits[:, 11] = float("-inf")
+    logits[0, :40] = logits[0].max()
+    which, slots = torch.arange(rows, device=DEVICE) % 8, torch.randperm(rows, device=DEVICE)
+    states = []
+    for ops in (_kernels(), plain):
+        state = _state(rows, np.random.default_rng(0), TRUNCATIONS)
+        for _ in range(2):
+            ops.sample(logits, which, slots, state, truncated=True)
+        states.append(state)
+    ours, theirs = states
+    assert torch.equal(ours.tokens_out, theirs.tokens_out)
+    torch.testing.assert_close(ours.scores_out, theirs.scores_out, atol=3e-5, rtol=0)
+    assert torch.equal(ours.live, theirs.live)
+
+
+def test_what_truncation_keeps_is_its_definition() -> None:
+    """The kept tokens themselves, read off the floors, against the torch function."""
+    from podium.engines.rollout.native.sampler import truncate
+    from podium.engines.rollout.native.truncate_kernels import find_floors
+
+    count, vocabulary = len(TRUNCATIONS), 3000
+    logits = (_randn(count, vocabulary) * 2).bfloat16()
+    state = _state(count, np.random.default_rng(0), TRUNCATIONS)
+    state.temperature.fill_(1.0)
+    state.top_k[:], state.top_p[:], state.min_p[:] = torch.tensor(TRUNCATIONS, device=DEVICE).T
+    at = torch.arange(count, device=DEVICE)
+    x = logits.float()
+    top = x.amax(-1, keepdim=True)
+    floor, last = find_floors(logits, at, at, state, top)
+    weights = (x - top).exp()
+    ids = torch.arange(vocabulary, device=DEVICE)
+    keep = (x > floor[:, None]) | ((x == floor[:, None]) & (ids <= last[:, None]))
+    keep &= weights >= state.min_p[:, None]
+    want = truncate(weights, state.top_k.long().clamp(max=vocabulary), state.top_p, state.min_p) > 0
+    assert torch.equal(keep, want)
+
+
+@pytest.mark.parametrize("truncated", [False, True])
+def test_logits_that_are_not_finite_end_a_row(truncated: bool) -> None:
     logits = torch.zeros(4, 3000, device=DEVICE)
     logits[0, 5] = float("nan")
     logits[1, 2500] = float("inf")
     logits[2] = float("-inf")
-    state = _state(4, np.random.default_rng(0))
+    state = _state(4, np.random.default_rng(0), [(0, 0.9, 0.0)] if truncated else WHOLE)
     state.active.fill_(1)
     at = torch.arange(4, device=DEVICE)
-    _kernels().sample(logits, at, at, state)
+    _kernels().sample(logits, at, at, state, truncated=truncated)
     assert state.scores_out[0].isfinite().tolist() == [False, False, False, True]
     assert state.active.tolist() == [0, 0, 0, 1]
     assert int(state.tokens_out[0].min()) >= 0

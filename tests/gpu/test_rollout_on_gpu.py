@@ -77,6 +77,55 @@ def test_graphs_stay_valid_over_new_weights_and_release() -> None:
     del blocker
 
 
+def _groups(samples: int, tokens: int, count: int = 3) -> list[Request]:
+    rng = random.Random(2)
+    prompts = [tuple(rng.randrange(5, VOCAB_SIZE) for _ in range(tokens + i)) for i in range(count)]
+    return [Request(p, SamplingParams(max_new_tokens=rng.randint(10, 60)), i) for i, p in enumerate(prompts * samples)]
+
+
+def test_a_groups_shared_prompt_read_once_changes_no_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups that shrink as their samples end, next to requests without a group, with and without graphs."""
+    model = tiny_model("qwen3", max_position_embeddings=1024, head_dim=64).cuda()
+    requests = [*_groups(9, 600), *sampled()]
+    cascade = PagedEngine(model, TOKENIZER, max_concurrent=64)
+    ours = run(cascade, requests)
+    assert any(shape.shared is not None for shape in cascade._decode._recorded)
+    plain = run(PagedEngine(model, TOKENIZER, max_concurrent=64, graphs=False), requests)
+    _same(ours, plain)
+    monkeypatch.setattr("podium.engines.rollout.native.sharing._LEAST_SAVED", 2.0)
+    each = PagedEngine(model, TOKENIZER, max_concurrent=64)
+    theirs = run(each, requests)
+    assert all(shape.shared is None for shape in each._decode._recorded)
+    same = sum(a.response_ids == b.response_ids for a, b in zip(ours, theirs, strict=True))
+    assert same >= len(ours) - 3  # but for draws on a border: the sums are in another order
+
+
+def _steered(count: int = 24) -> list[Request]:
+    """Truncated in every way, biased, with bad words of one and of several tokens."""
+    kinds: list[dict[str, object]] = [
+        {"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 40, "top_p": 0.9, "temperature": 0.7},
+        {"logit_bias": ((9, 4.0), (20, float("-inf")))}, {"bad_words": ("the", " fox jumps")}, {},
+    ]  # fmt: skip
+    requests = sampled(count)
+    return [
+        Request(r.prompt_ids, SamplingParams(max_new_tokens=r.sampling.max_new_tokens, **kinds[i % 7]), r.seed)  # type: ignore[arg-type]
+        for i, r in enumerate(requests)
+    ]
+
+
+def test_truncated_and_steered_samples_are_the_cpus() -> None:
+    ours = run(PagedEngine(tiny_model().cuda(), TOKENIZER), _steered())
+    theirs = run(PagedEngine(tiny_model(), TOKENIZER), _steered())
+    assert sum(a.response_ids == b.response_ids for a, b in zip(ours, theirs, strict=True)) >= len(ours) - 3
+
+
+def test_truncation_is_inside_the_graph() -> None:
+    """No look of the host within a window."""
+    engine = PagedEngine(tiny_model().cuda(), TOKENIZER, steps_per_look=8)
+    run(engine, [Request((7, 8, 9), SamplingParams(max_new_tokens=40, top_p=0.9, stop_token_ids=()), i) for i in range(4)])
+    assert any(shape.draws.truncated for shape in engine._decode._recorded)
+
+
 def test_the_same_samples_when_memory_runs_out() -> None:
     model = tiny_model().cuda()
     rng = random.Random(0)

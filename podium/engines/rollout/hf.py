@@ -8,12 +8,13 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase
 
 from podium.core.errors import RolloutError
 from podium.core.seeding import derive_seed
 from podium.engines.base import Request, SamplingParams, Segment, Trajectory
 from podium.engines.rollout.requests import Limits
+from podium.engines.rollout.steering import Steering, steered
 from podium.engines.rollout.stopping import StopRule, end_token_ids
 from podium.engines.rollout.whole_batches import WholeBatches
 from podium.models.attention import IMPLEMENTATION
@@ -30,8 +31,8 @@ class HFEngine(WholeBatches):
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, max_concurrent: int = 256) -> None:
-        super().__init__(Limits.of(model), max_concurrent)
-        self.model, self.tokenizer = model, tokenizer
+        super().__init__(Limits.of(model), max_concurrent, tokenizer)
+        self.model = model
         self._ends = end_token_ids(model, tokenizer)
 
     def step(self) -> list[Trajectory]:
@@ -66,6 +67,8 @@ class HFEngine(WholeBatches):
         requests = list(batch.values())
         sampling = requests[0].sampling
         ids, mask = _left_padded([(*r.prompt_ids, *r.response_ids) for r in requests], self.model.device)
+        steering = Steering.of(self.tokenizer, sampling, self._limits.vocabulary)
+        steer = None if steering is None else _Steer(steering, [r.response_ids for r in requests], ids.shape[1])
         device = self.model.device
         cuda = [device] if device.type == "cuda" else []
         with torch.random.fork_rng(devices=cuda):
@@ -75,9 +78,11 @@ class HFEngine(WholeBatches):
                 attention_mask=mask,
                 generation_config=self._settings(sampling, sampling.max_new_tokens - len(requests[0].response_ids)),
                 tokenizer=self.tokenizer if sampling.stop else None,
+                logits_processor=[] if steer is None else [steer],
             )
         sampled = out.sequences[:, ids.shape[1] :]
-        log_probs = _log_probs(torch.stack(out.logits, 1), sampled, sampling.temperature or 1.0)
+        logits = torch.stack(out.logits if steer is None else steer.logits, 1)
+        log_probs = _log_probs(logits, sampled, sampling.temperature or 1.0)
         return [
             self._trajectory(request_id, request, sampled[row].tolist(), log_probs[row].tolist())
             for row, (request_id, request) in enumerate(batch.items())
@@ -108,6 +113,24 @@ class HFEngine(WholeBatches):
                 segment = Segment("policy", tokens[:end], log_probs[:end], self.policy_version)
                 return Trajectory(request_id, request.prompt_ids, [segment], reason)
         raise RolloutError(f"transformers ended request {request_id} after {len(tokens)} tokens, before its rules say so")
+
+
+class _Steer(LogitsProcessor):
+    """Adds the biases to each step's logits, and keeps what comes out: `logits`, a list of `[B, V]`.
+
+    Args:
+        written: each row's response tokens that were there before.
+        width: tokens of a row before the first new one.
+    """
+
+    def __init__(self, steering: Steering, written: Sequence[tuple[int, ...]], width: int) -> None:
+        self.steering, self.written, self.width = steering, written, width
+        self.logits: list[Tensor] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        rows = [(*w, *new) for w, new in zip(self.written, input_ids[:, self.width :].tolist(), strict=True)]
+        self.logits.append(steered(scores, [self.steering] * len(rows), rows))
+        return self.logits[-1]
 
 
 def _kind(request: Request) -> tuple[SamplingParams, int]:

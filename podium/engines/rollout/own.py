@@ -11,6 +11,7 @@ from podium.core.errors import RolloutError
 from podium.engines.base import Request, Segment, Trajectory
 from podium.engines.rollout.native.sampler import Sampler
 from podium.engines.rollout.requests import Limits
+from podium.engines.rollout.steering import Steering, steered
 from podium.engines.rollout.stopping import StopRule
 from podium.engines.rollout.whole_batches import WholeBatches
 from podium.models.own import BaseParallelModel
@@ -26,8 +27,8 @@ class OwnEngine(WholeBatches):
     """
 
     def __init__(self, model: BaseParallelModel, tokenizer: Any, *, max_concurrent: int = 256) -> None:
-        super().__init__(Limits(model.max_positions, len(tokenizer), "max_positions"), max_concurrent)
-        self.model, self.tokenizer = model, tokenizer
+        super().__init__(Limits(model.max_positions, len(tokenizer), "max_positions"), max_concurrent, tokenizer)
+        self.model = model
         self._ends = frozenset([tokenizer.eos_token_id]) - {None}
         self._sampler = Sampler()
 
@@ -49,12 +50,15 @@ class OwnEngine(WholeBatches):
     def _serve(self, served: dict[int, Request]) -> list[Trajectory]:
         requests = list(served.values())
         rules = [StopRule(self.tokenizer, r.sampling, self._ends, r.prompt_ids, r.response_ids) for r in requests]
+        steerings = [Steering.of(self.tokenizer, r.sampling, self._limits.vocabulary) for r in requests]
         segments = [Segment("policy", policy_version=self.policy_version) for _ in requests]
         reasons: list[Any] = [None] * len(requests)
 
         def draw(rows: list[int], logits: Tensor) -> tuple[Tensor, list[bool]]:
-            positions = [len(requests[row].response_ids) + len(segments[row].token_ids) for row in rows]
             picked = [requests[row] for row in rows]
+            written = [(*requests[row].response_ids, *segments[row].token_ids) for row in rows]
+            positions = [len(tokens) for tokens in written]
+            logits = steered(logits, [steerings[row] for row in rows], written)
             tokens, log_probs = self._sampler(logits, [r.seed for r in picked], positions, [r.sampling for r in picked])
             for row, token, log_prob in zip(rows, tokens.tolist(), log_probs.tolist(), strict=True):
                 if log_prob - log_prob != 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from transformers import PreTrainedModel
@@ -70,6 +71,9 @@ def _check_sampling(request: Request) -> None:
         ("top_k", s.top_k, s.top_k >= 0),
         ("min_p", s.min_p, 0 <= s.min_p <= 1),
         ("stop", s.stop, all(s.stop)),
+        ("bad_words", s.bad_words, all(word.strip() for word in s.bad_words)),
+        ("logit_bias", s.logit_bias, all(bias < math.inf for _, bias in s.logit_bias)),
+        ("logit_bias", s.logit_bias, len({token for token, _ in s.logit_bias}) == len(s.logit_bias)),
     ):
         if not good:
             raise RolloutError(f"{name}={value!r} is out of range", where="SamplingParams")

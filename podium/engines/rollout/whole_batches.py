@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from itertools import count
+from typing import Any
 
 from podium.core.errors import RolloutError
 from podium.engines.base import Request, Trajectory
 from podium.engines.rollout.requests import Limits
+from podium.engines.rollout.steering import Steering
 
 
 class WholeBatches:
@@ -17,12 +19,13 @@ class WholeBatches:
     Args:
         limits: what a request is checked against.
         max_concurrent: rows of one batch.
+        tokenizer: of the model.
     """
 
-    def __init__(self, limits: Limits, max_concurrent: int) -> None:
+    def __init__(self, limits: Limits, max_concurrent: int, tokenizer: Any) -> None:
         if max_concurrent < 1:
             raise RolloutError(f"max_concurrent={max_concurrent} must be at least 1")
-        self.max_concurrent = max_concurrent
+        self.max_concurrent, self.tokenizer = max_concurrent, tokenizer
         self.policy_version = 0
         self._limits = limits
         self._waiting: dict[int, Request] = {}
@@ -31,6 +34,7 @@ class WholeBatches:
     def submit(self, request: Request) -> int:
         """Queues a request. Raises RolloutError where the prompt is empty or too long, or a setting is out of range."""
         self._limits.check(request)
+        Steering.of(self.tokenizer, request.sampling, self._limits.vocabulary)  # raises where a bad word has no such tokens
         request_id = next(self._ids)
         self._waiting[request_id] = request
         return request_id

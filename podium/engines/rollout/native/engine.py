@@ -28,6 +28,7 @@ from podium.engines.rollout.native.kv_cache import KVCache, Prefix
 from podium.engines.rollout.native.sampler import Sampler
 from podium.engines.rollout.native.scheduler import Group, Scheduler, Sequence, row_parts
 from podium.engines.rollout.requests import Limits
+from podium.engines.rollout.steering import Steering, steered
 from podium.engines.rollout.stopping import StopRule, end_token_ids
 from podium.models.attention import IMPLEMENTATION, use_podium_attention
 from podium.models.divided import tensor_ranks_of
@@ -104,7 +105,8 @@ class NativeEngine:
         """Queues a request. Raises RolloutError where the prompt is empty or too long, or a setting is out of range."""
         self._limits.check(request)
         rule = StopRule(self.tokenizer, request.sampling, self._ends, request.prompt_ids, request.response_ids)
-        sequence = Sequence(next(self._ids), request, rule)
+        steering = Steering.of(self.tokenizer, request.sampling, self._limits.vocabulary)
+        sequence = Sequence(next(self._ids), request, rule, steering=steering)
         self._scheduler.add(sequence)
         return sequence.id
 
@@ -250,7 +252,8 @@ class NativeEngine:
             part = rows[at : at + size]
             seeds, positions = [s.request.seed for s in part], [len(s.tokens) for s in part]
             params = [s.request.sampling for s in part]
-            drawn, scores = self._sampler(self.head.logits(hidden[at : at + size]), seeds, positions, params)
+            logits = steered(self.head.logits(hidden[at : at + size]), [s.steering for s in part], [s.tokens for s in part])
+            drawn, scores = self._sampler(logits, seeds, positions, params)
             if self._ranks is not None:
                 self._ranks.agree(drawn, scores)
             tokens += drawn.tolist()

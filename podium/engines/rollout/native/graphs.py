@@ -7,14 +7,17 @@ graphs share. The cache is found through the device (`PagedCache`), so it may co
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
+from podium.engines.rollout.native.looks import Draws, draw
 from podium.engines.rollout.native.paged_cache import PagedCache, RowState
 from podium.engines.rollout.native.passes import DecodePass, FusedForward, ModuleForward
+from podium.engines.rollout.native.sharing import Shared
 
 # Programs of decode attention: enough for a large GPU when they are alike, and when they are of very different lengths.
 _PROGRAMS, _UNEVEN_PROGRAMS = 1024, 2048
@@ -41,6 +44,16 @@ def splits_of(rows: int, kv_heads: int, lengths: Sequence[int]) -> int:
     return splits
 
 
+@dataclass(frozen=True)
+class Shape:
+    """What one recording is for: the first `rows` rows, attention in `splits` parts, what is shared, how tokens are drawn."""
+
+    rows: int
+    splits: int
+    shared: Shared | None = None
+    draws: Draws = field(default_factory=Draws)
+
+
 @cache
 def _recording_stream(device: int) -> torch.cuda.Stream:
     """One for all recordings: cuBLAS keeps a workspace (32 MiB on Hopper) for every stream that it has ever worked on."""
@@ -48,7 +61,7 @@ def _recording_stream(device: int) -> torch.cuda.Stream:
 
 
 class DecodeStep:
-    """`step(rows, splits)`: one token for the first `rows` rows. With `draw=False` it only returns their logits.
+    """`step(shape)`: one token for each of the shape's rows.
 
     Args:
         graphs: record and replay (CUDA); otherwise each call runs as it is written.
@@ -60,40 +73,34 @@ class DecodeStep:
     ) -> None:  # fmt: skip
         self.forward, self.logits, self.ops, self.cache, self.state = forward, logits, ops, cache, state
         self.graphs = graphs
-        self._recorded: dict[tuple[int, int, bool], tuple[torch.cuda.CUDAGraph, Tensor | None]] = {}
+        self._recorded: dict[Shape, torch.cuda.CUDAGraph] = {}
         self._pool = torch.cuda.graph_pool_handle() if graphs else None
 
-    def __call__(self, rows: int, splits: int, *, draw: bool = True) -> Tensor | None:
+    def __call__(self, shape: Shape) -> None:
         if not self.graphs:
-            return self._run(rows, splits, draw)
-        key = (rows, splits, draw)
-        if key not in self._recorded:
-            self._recorded[key] = self._record(*key)
-        graph, logits = self._recorded[key]
-        graph.replay()
-        return logits
+            self._run(shape)
+            return
+        if shape not in self._recorded:
+            self._recorded[shape] = self._record(shape)
+        self._recorded[shape].replay()
 
-    def _run(self, rows: int, splits: int, draw: bool) -> Tensor | None:
-        step = DecodePass(self.ops, self.cache, self.state, rows, splits)
-        logits = self.logits(self.forward(step))
-        if draw:
-            slots = self.state.all_slots[:rows]
-            self.ops.sample(logits, slots, slots, self.state)
-            return None
-        return logits
+    def _run(self, shape: Shape) -> None:
+        step = DecodePass(self.ops, self.cache, self.state, shape.rows, shape.splits, shape.shared)
+        slots = self.state.all_slots[: shape.rows]
+        draw(self.ops, self.logits(self.forward(step)), slots, slots, self.state, shape.draws)
 
-    def _record(self, rows: int, splits: int, draw: bool) -> tuple[torch.cuda.CUDAGraph, Tensor | None]:
+    def _record(self, shape: Shape) -> torch.cuda.CUDAGraph:
         # Kernels are compiled and libraries set up by a run on which no row is active: it changes nothing.
         live = self.state.live.clone()
         self.state.active.zero_()
         side = _recording_stream(torch.cuda.current_device())
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            self._run(rows, splits, draw)
+            self._run(shape)
         torch.cuda.current_stream().wait_stream(side)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
-            logits = self._run(rows, splits, draw)
+            self._run(shape)
         self.state.live.copy_(live)
-        return graph, logits
+        return graph

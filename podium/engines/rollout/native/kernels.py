@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,import-untyped,import-not-found"
-# ruff: noqa: SIM102, SIM108 (in a kernel a branch on a constant is decided when it is compiled)
-"""The layers' small operations and decode attention in Triton. `plain` has the same functions in torch.
+# ruff: noqa: SIM102 (in a kernel a branch on a constant is decided when it is compiled)
+"""The layers' small operations in Triton; with decode attention and sampling, all that `plain` has in torch.
 
 The cache's address is read from the device (`cache.offset`), so a captured graph stays valid when the cache is given back
 and taken again elsewhere. Rounding follows the `transformers` modules: what they round to 16 bits is rounded here.
@@ -15,10 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from podium.engines.rollout.native.attention_kernels import decode_attention
 from podium.engines.rollout.native.sample_kernels import sample
-
-# Keys that one program of decode attention works on at least.
-_LEAST_PART = 256
 
 # ------------------------------------------------------------------ norm and activation
 
@@ -181,7 +179,7 @@ def store(keys: Tensor, values: Tensor, places: Tensor, cache: Any, layer: int) 
     )  # fmt: skip
 
 
-# ------------------------------------------------------------------ decode attention
+# ------------------------------------------------------------------ a decode step's places
 
 
 @triton.jit
@@ -207,112 +205,6 @@ def decode_places(length: Tensor, active: Tensor, table: Tensor, page_size: int)
         length, active, table, positions, places, counts, table.stride(0), PAGE=page_size, num_warps=1
     )  # fmt: skip
     return positions, places, counts
-
-
-@triton.jit(do_not_specialize=["layer", "window"])
-def _decode_kernel(
-    Q, ANCHOR, OFFSET, TABLE, COUNTS, OUT, PARTS, LSE, layer, page_stride, table_stride, sqb, sqh, scaling, softcap, window,
-    KV: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
-    SPLITS: tl.constexpr, LEAST: tl.constexpr, CAPPED: tl.constexpr, WINDOW: tl.constexpr, PRECISE: tl.constexpr,
-):  # fmt: skip
-    """Programs: (row, key/value head, split). The G queries that share a key head are the rows of one product."""
-    row = tl.program_id(0)
-    kv = tl.program_id(1)
-    split = tl.program_id(2)
-    n = tl.load(COUNTS + row)
-    first = 0
-    if WINDOW:
-        first = tl.maximum(n - window, 0)
-    blocks = tl.cdiv(n - first, BLOCK)
-    share = tl.maximum(tl.cdiv(blocks, SPLITS), LEAST // BLOCK)
-    start = first + split * share * BLOCK
-    end = tl.minimum(start + share * BLOCK, n)
-    at_g = tl.arange(0, GP)
-    at_d = tl.arange(0, D)
-    real = at_g[:, None] < G
-    q = tl.load(Q + row.to(tl.int64) * sqb + (kv * G + at_g)[:, None] * sqh + at_d[None, :], mask=real, other=0.0)
-    base = tl.multiple_of(tl.load(OFFSET), 8) + (layer * 2 * KV + kv) * (PAGE * D)
-    top = tl.full([GP], float("-inf"), tl.float32)
-    total = tl.zeros([GP], tl.float32)
-    acc = tl.zeros([GP, D], tl.float32)
-    for at in range(start, end, BLOCK):
-        token = at + tl.arange(0, BLOCK)
-        seen = token < end
-        page = tl.load(TABLE + row * table_stride + token // PAGE, mask=seen, other=0).to(tl.int64)
-        place = base + page * page_stride + (token % PAGE) * D
-        k = tl.load(ANCHOR + place[None, :] + at_d[:, None], mask=seen[None, :], other=0.0)
-        if PRECISE:
-            scores = tl.dot(q, k, input_precision="ieee") * scaling
-        else:
-            scores = tl.dot(q, k) * scaling
-        if CAPPED:
-            scores = softcap * (2.0 / (1.0 + tl.exp(-2.0 * scores / softcap)) - 1.0)
-        scores = tl.where(seen[None, :], scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        keep = tl.exp(top - new_top)
-        p = tl.exp(scores - new_top[:, None])
-        v = tl.load(ANCHOR + place[:, None] + KV * PAGE * D + at_d[None, :], mask=seen[:, None], other=0.0)
-        if PRECISE:
-            acc = acc * keep[:, None] + tl.dot(p, v, input_precision="ieee")
-        else:
-            acc = acc * keep[:, None] + tl.dot(p.to(v.dtype), v)
-        total = total * keep + tl.sum(p, 1)
-        top = new_top
-    empty = total == 0
-    acc = acc / tl.where(empty, 1.0, total)[:, None]
-    if SPLITS == 1:
-        to = (row.to(tl.int64) * KV * G + kv * G + at_g)[:, None] * D + at_d[None, :]
-        tl.store(OUT + to, acc.to(OUT.dtype.element_ty), mask=real)
-    else:
-        to = (row.to(tl.int64) * KV * G + kv * G + at_g) * SPLITS + split
-        tl.store(PARTS + to[:, None] * D + at_d[None, :], acc, mask=real)
-        tl.store(LSE + to, tl.where(empty, float("-inf"), top + tl.log(total)), mask=at_g < G)
-
-
-@triton.jit
-def _combine_kernel(PARTS, LSE, OUT, D: tl.constexpr, SPLITS: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64)
-    split = tl.arange(0, SPLITS)
-    lse = tl.load(LSE + at * SPLITS + split)
-    top = tl.max(lse, 0)
-    weight = tl.exp(lse - tl.where(top == float("-inf"), 0.0, top))
-    total = tl.sum(weight, 0)
-    weight = weight / tl.where(total == 0, 1.0, total)
-    at_d = tl.arange(0, D)
-    parts = tl.load(PARTS + (at * SPLITS + split)[:, None] * D + at_d[None, :])
-    tl.store(OUT + at * D + at_d, tl.sum(parts * weight[:, None], 0).to(OUT.dtype.element_ty))
-
-
-def decode_attention(
-    query: Tensor, cache: Any, layer: int, table: Tensor, counts: Tensor, *, scaling: float, splits: int,
-    window: int | None = None, softcap: float | None = None,
-) -> Tensor:  # fmt: skip
-    """Attention of one query a row over its pages: `[B, H, D]` -> `[B, H, D]`; zeros for a row that sees nothing.
-
-    Args:
-        table: `[B, W]` int32, each row's pages in order.
-        counts: `[B]` int32, keys that each row sees.
-        splits: parts of a row's keys that are worked on at once (a power of two).
-    """
-    rows, heads, width = query.shape
-    kv = cache.kv_heads
-    group = heads // kv
-    out = torch.empty(rows, heads, width, dtype=query.dtype, device=query.device)
-    parts = lse = out
-    if splits > 1:
-        parts = torch.empty(rows, heads, splits, width, dtype=torch.float32, device=query.device)
-        lse = torch.empty(rows, heads, splits, dtype=torch.float32, device=query.device)
-    precise = query.dtype == torch.float32
-    block = 32 if precise or width > 128 else 64 if width == 128 else 128
-    _decode_kernel[(rows, kv, splits)](
-        query, cache.anchor, cache.offset, table, counts, out, parts, lse, layer, cache.page_stride, table.stride(0),
-        query.stride(0), query.stride(1), scaling, softcap or 0.0, window or 0,
-        KV=kv, G=group, GP=max(16, triton.next_power_of_2(group)), D=width, PAGE=cache.page_size, BLOCK=block, SPLITS=splits,
-        LEAST=_LEAST_PART, CAPPED=softcap is not None, WINDOW=window is not None, PRECISE=precise, num_warps=4, num_stages=3,
-    )  # fmt: skip
-    if splits > 1:
-        _combine_kernel[(rows * heads,)](parts, lse, out, D=width, SPLITS=splits, num_warps=1)
-    return out
 
 
 __all__ = [

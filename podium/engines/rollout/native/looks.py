@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from podium.engines.rollout.native.paged_cache import RowState, to_device
+from podium.engines.rollout.native.paged_cache import RowState
 from podium.engines.rollout.native.paged_scheduler import Row
 
 
@@ -53,29 +53,33 @@ class Look:
             yield row, columns[i][:end], log_probs[i][:end], end < written[i]
 
 
-def draw(ops: ModuleType, logits: Tensor, which: Tensor, slots: Tensor, rows: list[Row], state: RowState) -> None:
-    """Draws a token for each of `rows`, whose slots are given, from its row `which` of the logits.
-
-    By way of torch where one of them truncates: what its top-k, top-p and min-p leave is not known before the whole row is.
+@dataclass(frozen=True)
+class Draws:
+    """What drawing for a batch takes beyond temperature: whether any row is truncated (top-k, top-p, min-p), and whether
+    anything is added to any row's logits. What no row asks for costs nothing.
     """
-    if not any(truncates(row) for row in rows):
-        ops.sample(logits, which, slots, state)
-        return
-    from podium.engines.rollout.native import plain
 
-    settings = np.zeros((3, len(state.temperature)))
-    settings[1] = 1.0
-    for slot, row in zip(slots.tolist(), rows, strict=True):
-        s = row.sequence.request.sampling
-        settings[:, slot] = s.top_k, s.top_p, s.min_p
-    top_k, top_p, min_p = to_device(settings, state.device)
-    plain.sample(logits, which, slots, state, (top_k.long(), top_p.float(), min_p.float()))
+    truncated: bool = False
+    biased: bool = False
+
+    @classmethod
+    def of(cls, rows: list[Row]) -> Draws:
+        samplings = [row.sequence.request.sampling for row in rows]
+        return cls(
+            any(s.temperature and (s.top_k or s.top_p < 1 or s.min_p) for s in samplings),
+            any(row.sequence.steering is not None for row in rows),
+        )
 
 
-def truncates(row: Row) -> bool:
-    """Whether top-k, top-p or min-p take tokens from the row's choice."""
-    s = row.sequence.request.sampling
-    return bool(s.temperature and (s.top_k or s.top_p < 1 or s.min_p))
+def draw(ops: ModuleType, logits: Tensor, which: Tensor, slots: Tensor, state: RowState, draws: Draws) -> None:
+    """Draws a token for each of N samples: from row `which [N]` of the logits `[M, V]`, for row `slots [N]` of the state.
+
+    Nothing here asks the device for a number.
+    """
+    if draws.biased:
+        logits = logits[which].float().scatter_add_(1, state.bias_ids[slots], state.bias[slots])
+        which = state.all_slots[: len(slots)]
+    ops.sample(logits, which, slots, state, truncated=draws.truncated)
 
 
 def _to_host(tensor: Tensor) -> Tensor:

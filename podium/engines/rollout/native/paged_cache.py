@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from podium.engines.rollout.native.scheduler import STOPS
+from podium.engines.rollout.steering import MOST_BIASES
 
 
 class PagedCache:
@@ -63,7 +64,8 @@ class RowState:
 
     Moved on by the device: `token` (sampled last, not yet in the cache), `length` (tokens in the cache), `active`, `written`
     (tokens of this window). Set by the host: `limit` (tokens that end the row), `first` (tokens of its prompt), `seed`;
-    `temperature` (0: greedy), `stops [slots, STOPS]`, `table [slots, W]` (pages). Results: `tokens_out`, `scores_out`
+    `temperature` (0: greedy), `top_k`, `top_p`, `min_p`, `stops [slots, STOPS]`, `table [slots, W]` (pages), and
+    `bias_ids`, `bias` `[slots, MOST_BIASES]` (sent only where a row has any). Results: `tokens_out`, `scores_out`
     `[window, slots]`.
     """
 
@@ -73,15 +75,21 @@ class RowState:
         self.token, self.length, self.active, self.written = self.live
         self.fixed = torch.zeros(3, slots, dtype=torch.int64, device=device)
         self.limit, self.first, self.seed = self.fixed
-        self.temperature = torch.zeros(slots, device=device)
+        self.draw = torch.zeros(4, slots, device=device)
+        self.temperature, self.top_k, self.top_p, self.min_p = self.draw
+        self.bias_ids = torch.zeros(slots, MOST_BIASES, dtype=torch.int64, device=device)
+        self.bias = torch.zeros(slots, MOST_BIASES, device=device)
         self.stops = torch.full((slots, STOPS), -1, dtype=torch.int64, device=device)
         self.table = torch.zeros(slots, pages, dtype=torch.int32, device=device)
         self.tokens_out = torch.full((window, slots), -1, dtype=torch.int64, device=device)
         self.scores_out = torch.zeros(window, slots, device=device)
         self.all_slots = torch.arange(slots, device=device)
+        self._biased = False
         # The host's copies of what it sets.
         self.host_fixed = np.zeros((3, slots), dtype=np.int64)
-        self.host_temperature = np.zeros(slots, dtype=np.float32)
+        self.host_draw = np.zeros((4, slots), dtype=np.float32)
+        self.host_bias_ids = np.zeros((slots, MOST_BIASES), dtype=np.int64)
+        self.host_bias = np.zeros((slots, MOST_BIASES), dtype=np.float32)
         self.host_stops = np.full((slots, STOPS), -1, dtype=np.int64)
         self.host_table = np.zeros((slots, pages), dtype=np.int32)
 
@@ -92,21 +100,45 @@ class RowState:
         if count:
             self.live[:, :count] = self.live[:, to_device(order, self.device)]
         self.active[count:] = 0
-        for host in (self.host_temperature, self.host_stops, self.host_table):
+        for host in (self.host_stops, self.host_table, self.host_bias_ids, self.host_bias):
             host[:count] = host[order]
-        self.host_fixed[:, :count] = self.host_fixed[:, order]
+        for host in (self.host_fixed, self.host_draw):
+            host[:, :count] = host[:, order]
 
-    def set_row(self, slot: int, limit: int, first: int, seed: int, temperature: float, stops: Sequence[int]) -> None:
-        """The host's part of a new row; `upload` sends it."""
+    def set_row(
+        self, slot: int, limit: int, first: int, seed: int, draw: tuple[float, int, float, float], stops: Sequence[int]
+    ) -> None:
+        """The host's part of a new row, without biases; `upload` sends it. `draw`: temperature, top-k, top-p, min-p."""
         self.host_fixed[:, slot] = limit, first, np.uint64(seed & 0xFFFFFFFFFFFFFFFF).astype(np.int64)
-        self.host_temperature[slot] = temperature
+        # Greedy rows take the likeliest token, which no truncation takes away.
+        self.host_draw[:, slot] = draw if draw[0] else (0.0, 0.0, 1.0, 0.0)
         self.host_stops[slot] = [*stops, *[-1] * (STOPS - len(stops))]
+
+        self.set_bias(slot, {})
+
+    def set_bias(self, slot: int, bias: Mapping[int, float]) -> None:
+        """What is added to the row's logits, by token."""
+        self.host_bias_ids[slot], self.host_bias[slot] = 0, 0.0
+        self.host_bias_ids[slot, : len(bias)] = list(bias)
+        self.host_bias[slot, : len(bias)] = list(bias.values())
+
+    def upload_bias(self, rows: int) -> None:
+        """Sends the biases of the first `rows` rows. Where there are none, and none were before, nothing is sent."""
+        if not self.host_bias[:rows].any():
+            if self._biased:
+                self.bias.zero_()
+            self._biased = False
+            return
+        self._biased = True
+        self.bias_ids[:rows] = to_device(self.host_bias_ids[:rows], self.device)
+        self.bias[:rows] = to_device(self.host_bias[:rows], self.device)
 
     def upload(self, rows: int) -> None:
         """Sends the host's part of the first `rows` rows, without their pages."""
         self.fixed[:, :rows] = to_device(self.host_fixed[:, :rows], self.device)
-        self.temperature[:rows] = to_device(self.host_temperature[:rows], self.device)
+        self.draw[:, :rows] = to_device(self.host_draw[:, :rows], self.device)
         self.stops[:rows] = to_device(self.host_stops[:rows], self.device)
+        self.upload_bias(rows)
 
     def upload_pages(self, rows: int, pages: int) -> None:
         """Sends the first `pages` pages of the first `rows` rows."""

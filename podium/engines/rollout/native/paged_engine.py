@@ -27,16 +27,18 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from podium.core.errors import RolloutError
 from podium.engines.base import Request, Trajectory
 from podium.engines.rollout.native.engine import Counters, check_in_place, generating
-from podium.engines.rollout.native.graphs import DecodeStep, bucket_of, splits_of
-from podium.engines.rollout.native.looks import Look, draw, truncates
+from podium.engines.rollout.native.graphs import DecodeStep, Shape, bucket_of, splits_of
+from podium.engines.rollout.native.looks import Draws, Look, draw
 from podium.engines.rollout.native.memory import cache_pages
 from podium.engines.rollout.native.paged_cache import RowState, to_device
 from podium.engines.rollout.native.paged_scheduler import PagedScheduler, Row, Start
 from podium.engines.rollout.native.pages import PagePool
 from podium.engines.rollout.native.passes import DecodePass, FusedForward, MixedPass, PrefillPass, passes_of
-from podium.engines.rollout.native.prepare import cache_for, check, forward_for, operations
+from podium.engines.rollout.native.prepare import cache_for, check, forward_for, operations, queries_of_a_key
 from podium.engines.rollout.native.scheduler import STOPS, Sequence
+from podium.engines.rollout.native.sharing import SharingPlan, Tiles
 from podium.engines.rollout.requests import Limits
+from podium.engines.rollout.steering import Steering
 from podium.engines.rollout.stopping import StopRule, end_token_ids
 from podium.models.divided import tensor_ranks_of
 from podium.models.lm_head import base_of, lm_head_of
@@ -109,6 +111,7 @@ class PagedEngine:
         self._cache = cache_for(self.base, page_size)
         longest = self._limits.positions or 1 << 20
         self.state = RowState(max_concurrent, -(-longest // page_size), steps_per_look, self.device)
+        self._sharing = SharingPlan(Tiles(max_concurrent, queries_of_a_key(self.base), self._cache.anchor.dtype, self.device))
         self._forward = forward_for(model, self._ops, longest, fused=fused)
         with generating(self.model, self.base):
             check(model, self._forward, self._ops, self._cache)
@@ -123,7 +126,8 @@ class PagedEngine:
         """Queues a request. Raises RolloutError where it can never be served (`Limits.check`; a cache too small for it)."""
         self._limits.check(request)
         rule = StopRule(self.tokenizer, request.sampling, self._ends, request.prompt_ids, request.response_ids)
-        sequence = Sequence(next(self._ids), request, rule)
+        steering = Steering.of(self.tokenizer, request.sampling, self._limits.vocabulary)
+        sequence = Sequence(next(self._ids), request, rule, steering=steering)
         self._scheduler.check_fits(sequence)
         self._scheduler.add(sequence)
         return sequence.id
@@ -258,7 +262,7 @@ class PagedEngine:
     def _forward_with(self, running: int, step: PrefillPass) -> Tensor:
         """The pass's last hidden states; where it pays, the first `running` rows are decoded by a token along with it."""
         rows = self._scheduler.rows[:running]
-        going_on = any(row.reach < row.sequence.most for row in rows)
+        going_on = any(row.reach < row.sequence.most for row in rows) and not any(_follows(row) for row in rows)
         if not (isinstance(self._forward, FusedForward) and going_on and self._scheduler.lacking(1) <= 0):
             return self._forward(step)
         if self._scheduler.grow(1, self._page_row):
@@ -270,7 +274,8 @@ class PagedEngine:
         for start in range(0, running, _LOGITS_ROWS):
             end = min(running, start + _LOGITS_ROWS)
             logits = self.head.logits(hidden[start:end])
-            draw(self._ops, logits, self.state.all_slots[: end - start], at[start:end], rows[start:end], self.state)
+            which = self.state.all_slots[: end - start]
+            draw(self._ops, logits, which, at[start:end], self.state, Draws.of(rows[start:end]))
         self.counters.decode_steps += 1
         self._looks.append(Look.at(self.state, rows, 1, at, self.policy_version))
         return hidden[running:]
@@ -297,13 +302,16 @@ class PagedEngine:
             which = np.repeat(np.arange(len(part)), [len(start.rows) for start in part])
             on_device = self.state.start([slot for group in places for slot in group], lengths)
             logits = self.head.logits(hidden[at : at + _LOGITS_ROWS])
-            draw(self._ops, logits, to_device(which, self.device), on_device, rows, self.state)
+            draw(self._ops, logits, to_device(which, self.device), on_device, self.state, Draws.of(rows))
             self._looks.append(Look.at(self.state, rows, 1, on_device, self.policy_version))
 
     def _set_row(self, slot: int, row: Row) -> None:
-        request = row.sequence.request
+        request, s = row.sequence.request, row.sequence.request.sampling
         stops = () if row.sequence.watched else sorted(row.sequence.rule.end_ids)[:STOPS]
-        self.state.set_row(slot, row.sequence.most, len(request.prompt_ids), request.seed, request.sampling.temperature, stops)
+        draws = (s.temperature, s.top_k, s.top_p, s.min_p)
+        self.state.set_row(slot, row.sequence.most, len(request.prompt_ids), request.seed, draws, stops)
+        if row.sequence.steering is not None:
+            self.state.set_bias(slot, row.sequence.steering.at(row.sequence.tokens))
         self._page_row(slot, row)
 
     def _page_row(self, slot: int, row: Row) -> None:
@@ -319,9 +327,10 @@ class PagedEngine:
     def _send(self) -> bool:
         """Sends off a window for all rows that may need one; False where none does."""
         self._settle()
+        follows = self._follow()
         if not self._scheduler.rows:
             return False
-        steps = min(self.window, max(row.sequence.most - row.reach for row in self._scheduler.rows))
+        steps = 1 if follows else min(self.window, max(row.sequence.most - row.reach for row in self._scheduler.rows))
         if self._scheduler.lacking(steps) > 0:
             self._read_all()
             self._settle()
@@ -333,19 +342,29 @@ class PagedEngine:
                 return False
         if self._scheduler.grow(steps, self._page_row):
             self._show_pages()
-        rows = list(self._scheduler.rows)
+        rows, pool = list(self._scheduler.rows), self._scheduler.pool
+        assert pool is not None
         bucket = bucket_of(len(rows), self._scheduler.max_concurrent)
-        splits = splits_of(bucket, self._cache.kv_heads, [row.reach + steps for row in rows])
+        shared = self._sharing.of(rows, pool, self._cache.kv_heads)
+        splits = splits_of(bucket, self._cache.kv_heads, self._sharing.own_lengths(steps))
         self._new_window()
-        truncated = any(truncates(row) for row in rows)
         for _ in range(steps):
-            logits = self._decode(bucket, splits, draw=not truncated)
-            if truncated:
-                assert logits is not None
-                at = self.state.all_slots[: len(rows)]
-                draw(self._ops, logits, at, at, rows, self.state)
+            self._decode(Shape(bucket, splits, shared, Draws.of(rows)))
         self.counters.decode_steps += steps
         self._looks.append(Look.at(self.state, rows, steps, self.state.all_slots[: len(rows)], self.policy_version))
+        return True
+
+    def _follow(self) -> bool:
+        """Brings biases up to date that depend on the tokens before (bad words of several); whether any row has such."""
+        if not any(_follows(row) for row in self._scheduler.rows):
+            return False
+        self._read_all()
+        self._settle()
+        rows = self._scheduler.rows
+        for slot, row in enumerate(rows):
+            if row.sequence.steering is not None and _follows(row):
+                self.state.set_bias(slot, row.sequence.steering.at(row.sequence.tokens))
+        self.state.upload_bias(len(rows))
         return True
 
     def _read_all(self) -> None:
@@ -374,3 +393,7 @@ class PagedEngine:
                 "(NaN, +inf, or all -inf)",
                 remedy="look for NaN in the weights (a too high learning rate?), or use float32",
             )
+
+
+def _follows(row: Row) -> bool:
+    return row.sequence.steering is not None and row.sequence.steering.follows

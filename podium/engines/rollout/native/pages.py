@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 
 
@@ -52,6 +53,11 @@ class PagePool:
                 if key is not None:
                     del self._known[key]
                 self._free.append(page)
+
+    def shared(self, pages: Sequence[int]) -> int:
+        """How many of a holder's pages, from the first on, someone else holds too."""
+        # Whoever holds a page holds all before it, so the references never rise along them.
+        return bisect_left(pages, True, key=lambda page: self._references[page] < 2)
 
     def find(self, tokens: Sequence[int]) -> list[int]:
         """The pages that hold the longest known start of these tokens (full pages only); no reference is taken."""

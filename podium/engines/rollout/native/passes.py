@@ -19,8 +19,9 @@ from transformers import PreTrainedModel
 from podium.core.errors import ModelError
 from podium.engines.rollout.native.paged_cache import PagedCache, RowState, to_device
 from podium.engines.rollout.native.paged_scheduler import Start
-from podium.models.fused import FusedLayer, FusedModel
+from podium.engines.rollout.native.sharing import Shared
 from podium.models.divided import TensorRanks
+from podium.models.fused import FusedLayer, FusedModel
 from podium.models.packed_attention import PackedAttention
 
 
@@ -61,8 +62,10 @@ def passes_of(starts: list[Start], tokens: int) -> Iterator[tuple[list[tuple[int
 class DecodePass:
     """One new token for each of the first `rows` rows of the state. Nothing here asks the device for a number."""
 
-    def __init__(self, ops: ModuleType, cache: PagedCache, state: RowState, rows: int, splits: int) -> None:
-        self.ops, self.cache, self.splits = ops, cache, splits
+    def __init__(
+        self, ops: ModuleType, cache: PagedCache, state: RowState, rows: int, splits: int, shared: Shared | None = None
+    ) -> None:
+        self.ops, self.cache, self.splits, self.shared = ops, cache, splits, shared
         self.table = state.table[:rows]
         self.ids = state.token[:rows]
         self.positions, self.places, self.counts = ops.decode_places(
@@ -95,7 +98,7 @@ class DecodePass:
     def _decode(self, query: Tensor, index: int, scaling: float, window: int | None, softcap: float | None) -> Tensor:
         return self.ops.decode_attention(
             query, self.cache, index, self.table, self.counts,
-            scaling=scaling, splits=self.splits, window=window, softcap=softcap,
+            scaling=scaling, splits=self.splits, window=window, softcap=softcap, shared=None if window else self.shared,
         )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from podium.engines.rollout.native.sampler import Truncation, device_uniforms, draw
+from podium.engines.rollout.native.sampler import device_uniforms, draw
 
 
 def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -54,8 +54,9 @@ def decode_places(length: Tensor, active: Tensor, table: Tensor, page_size: int)
 
 def decode_attention(
     query: Tensor, cache: Any, layer: int, table: Tensor, counts: Tensor, *, scaling: float, splits: int,
-    window: int | None = None, softcap: float | None = None,
+    window: int | None = None, softcap: float | None = None, shared: Any = None,
 ) -> Tensor:  # fmt: skip
+    """As `kernels.decode_attention`; every row reads all its keys, whatever is shared."""
     rows, heads, width = query.shape
     kv, longest = cache.kv_heads, int(counts.max())
     if not longest:
@@ -85,8 +86,8 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, scaling: fl
     return weights.to(value.dtype) @ value
 
 
-def sample(logits: Tensor, which: Tensor, slots: Tensor, state: Any, truncation: Truncation | None = None) -> None:
-    """As `kernels.sample`; it can also truncate, by each state row's top-k, top-p and min-p `[R]`."""
+def sample(logits: Tensor, which: Tensor, slots: Tensor, state: Any, *, truncated: bool = False) -> None:
+    """As `kernels.sample`."""
     on = state.active[slots] != 0
     which, slots = which[on], slots[on]
     if not len(slots):
@@ -96,8 +97,8 @@ def sample(logits: Tensor, which: Tensor, slots: Tensor, state: Any, truncation:
     scaled = logits[which].float() / torch.where(greedy, 1.0, temperature)[:, None]
     length = state.length[slots] + 1
     uniforms = device_uniforms(state.seed[slots], length - state.first[slots])
-    cut = None if truncation is None else tuple(values[slots] for values in truncation)
-    tokens, scores = draw(scaled, uniforms, greedy, cut)  # type: ignore[arg-type]
+    cut = (state.top_k[slots].long(), state.top_p[slots], state.min_p[slots]) if truncated else None
+    tokens, scores = draw(scaled, uniforms, greedy, cut)
     written = state.written[slots]
     state.tokens_out[written, slots] = tokens
     state.scores_out[written, slots] = scores

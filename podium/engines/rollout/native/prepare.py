@@ -61,6 +61,12 @@ def cache_for(base: PreTrainedModel, page_size: int) -> PagedCache:
     return PagedCache(config.num_hidden_layers, kv_heads, width, page_size, dtype, base.device)
 
 
+def queries_of_a_key(base: PreTrainedModel) -> int:
+    """Query heads of each key head."""
+    config = base.config.get_text_config()
+    return config.num_attention_heads // (getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+
+
 def forward_for(model: PreTrainedModel, ops: ModuleType, positions: int, *, fused: bool) -> Forward:
     """The fused layers where the architecture has them and `fused` asks for them; else its own modules."""
     base = base_of(model)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from podium.engines.base import FinishReason, Request, Segment, Trajectory
+from podium.engines.rollout.steering import Steering
 from podium.engines.rollout.stopping import StopRule
 
 # Rows attend together up to their longest length; one more group of rows costs about this many rows x tokens of work.
@@ -25,6 +26,7 @@ class Sequence:
     tokens: list[int] = field(default_factory=list)
     """The response so far, with what the request brought."""
     segments: list[Segment] = field(default_factory=list)
+    steering: Steering | None = None
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.response_ids)
