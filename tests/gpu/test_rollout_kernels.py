@@ -220,13 +220,14 @@ def test_truncated_samples_equal_the_plain_samplers(dtype: torch.dtype, vocabula
     assert torch.equal(ours.live, theirs.live)
 
 
-def test_what_truncation_keeps_is_its_definition() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_truncation_keeps_is_its_definition(dtype: torch.dtype) -> None:
     """The kept tokens themselves, read off the floors, against the torch function."""
     from podium.engines.rollout.native.sampler import truncate
     from podium.engines.rollout.native.truncate_kernels import find_floors
 
     count, vocabulary = len(TRUNCATIONS), 3000
-    logits = (_randn(count, vocabulary) * 2).bfloat16()
+    logits = (_randn(count, vocabulary) * 2).to(dtype)
     state = _state(count, np.random.default_rng(0), TRUNCATIONS)
     state.temperature.fill_(1.0)
     state.top_k[:], state.top_p[:], state.min_p[:] = torch.tensor(TRUNCATIONS, device=DEVICE).T

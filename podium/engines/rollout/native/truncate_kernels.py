@@ -61,7 +61,8 @@ def _search(ROW, goal, temperature, top, vocabulary, BLOCK: tl.constexpr, BITS: 
             have = weight
         found = tl.where(have >= goal, found + step, found)
         step = step // 2
-    return found.to(tl.int32)
+    # The bits below are alike in all logits: 0 in the number, so 1 in the key of a negative one.
+    return tl.where(found < 0, found + ((1 << (32 - BITS)) - 1), found).to(tl.int32)
 
 
 @triton.jit
