@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from podium import __version__
-from podium.cli import chat, data, doctor, evaluate, explain, export, plan, quickstart, settings, train
+from podium.cli import chat, data, doctor, evaluate, explain, export, plan, profile, quickstart, settings, train
 from podium.core.errors import PodiumError
 
 app = typer.Typer(
@@ -28,6 +28,7 @@ app.command("export")(export.command)
 app.command("chat")(chat.command)
 app.command("explain")(explain.command)
 app.command("plan")(plan.command)
+app.command("profile")(profile.command)
 app.command("doctor")(doctor.command)
 app.command("settings")(settings.command)
 app.add_typer(data.app, name="data")

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 
 KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("autograd", ("autograd::", "backward0", "backward1", "accumulategrad")),
     ("attention", ("flash", "fmha", "attention", "sdpa", "_merge", "_decode_kernel", "_combine_kernel")),
     ("matrix products", ("gemm", "nvjet", "cutlass", "cublas", "sm90_xmma", "addmm", "aten::mm", "aten::bmm", "aten::linear")),
     ("communication", ("nccl", "c10d", "gloo")),
-    ("log-prob passes", ("_statistics", "_gradient", "log_softmax", "logsumexp")),
+    ("log-probs", ("_statistics", "_gradient", "log_softmax", "logsumexp", "logprobs")),
     ("optimizer", ("adam", "multi_tensor", "foreach", "_update")),
     ("norms", ("_norm", "layernorm")),
     ("rotation", ("_rotate",)),
@@ -20,9 +21,17 @@ KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("sampling", ("topk", "sort", "multinomial", "argmax", "exponential", "_scan_kernel", "_draw_kernel")),
     ("KV cache", ("_store_kernel", "_places_kernel")),
     ("copies and fills", ("memcpy", "memset", "copy", "fill", "zero_", "aten::cat", "catarray", "index", "gather", "scatter")),
+    ("elementwise, sums", ("elementwise", "reduce")),
 )
 """(kind, parts of a kernel's name), the first that fits wins; what fits none is "other". Kernels of Podium's own begin with
-an underscore; names of the CPU are those of torch's operators."""
+an underscore; names of the CPU are those of torch's operators, whose simplest are in `OPERATORS`."""
+OPERATORS = {
+    "elementwise, sums": "mul add sub div neg exp pow rsqrt mean sum where sin cos amax clamp log square lt gt ge le eq min "
+    "max",
+    "views, allocation": "empty empty_like empty_strided zeros view slice as_strided transpose reshape expand select resize "
+    "detach t to unsqueeze squeeze split narrow unbind item _local_scalar_dense",
+}
+_BY_OPERATOR = {name: kind for kind, names in OPERATORS.items() for name in names.split()}
 
 
 @dataclass(frozen=True)
@@ -38,6 +47,9 @@ class KernelTime:
 def kind_of(name: str) -> str:
     """The kind of a kernel by its name."""
     low = name.lower()
+    operator = low.removeprefix("aten::").removesuffix("_") if low.startswith("aten::") else None
+    if operator in _BY_OPERATOR:
+        return _BY_OPERATOR[operator]
     return next((kind for kind, parts in KINDS if any(part in low for part in parts)), "other")
 
 

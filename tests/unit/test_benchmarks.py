@@ -79,7 +79,7 @@ def test_the_roofline_s_stages_add_up():
         ("nvjet_tst_256x128_64x4_1x2_h_bz_coopA_TNT", "matrix products"),
         ("_norm_backward", "norms"),
         ("_swiglu_backward", "activation"),
-        ("_statistics", "log-prob passes"),
+        ("_statistics", "log-probs"),
         ("void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>", "optimizer"),
         ("_decode_kernel", "attention"),
         ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL", "communication"),

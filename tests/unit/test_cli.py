@@ -17,7 +17,7 @@ from podium.cli.console import sort_arguments
 from podium.cli.main import main
 from podium.core.errors import ConfigError
 
-COMMANDS = ("quickstart", "train", "eval", "chat", "explain", "settings")
+COMMANDS = ("quickstart", "train", "eval", "chat", "explain", "profile", "settings")
 
 
 class Ran:
