@@ -178,7 +178,10 @@ class SourceSettings(Settings):
     @field_serializer("function")
     def _function_name(self, function: Any) -> str:
         """A function object stands in the resolved settings by its name."""
-        return function if isinstance(function, str) else f"{function.__module__}:{function.__qualname__}"
+        while isinstance(function, partial):
+            function = function.func
+        named = function if hasattr(function, "__qualname__") else type(function)  # an object that is called
+        return function if isinstance(function, str) else f"{named.__module__}:{named.__qualname__}"
 
 
 class RewardSettings(ShapingSettings, SourceSettings):
