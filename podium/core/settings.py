@@ -20,17 +20,21 @@ class LoraSettings(Settings):
     """Rank of the update of each weight: rank * (in + out) numbers train instead of in * out."""
     alpha: int = Field(default=32, gt=0)
     """The update is scaled by alpha / rank."""
-    dropout: float = 0.0
-    """Must be 0: a policy must give a token the same probability when it samples and when it trains."""
     target_modules: Literal["all-linear"] | list[str] = "all-linear"
     """Layers that are adapted: all linear ones but the LM head, or those whose names end so (`[q_proj, v_proj]`)."""
 
-    @field_validator("dropout")
+    @model_validator(mode="before")
     @classmethod
-    def _no_dropout(cls, value: float) -> float:
-        if value != 0:
-            raise ValueError("must be 0: a policy must give a token the same probability when it samples and when it trains")
-        return value
+    def _no_dropout(cls, values: Any) -> Any:
+        """`dropout`, which LoRA has elsewhere, is no setting here: 0 is taken out, another value is told why."""
+        if not isinstance(values, dict) or "dropout" not in values:
+            return values
+        if values["dropout"]:
+            raise ValueError(
+                f"dropout={values['dropout']} must be 0: a policy must give a token the same probability when it samples and "
+                "when it trains"
+            )
+        return {name: value for name, value in values.items() if name != "dropout"}
 
 
 class RopeScalingSettings(Settings):
@@ -425,12 +429,14 @@ class DeadlineSettings(Settings):
     reward: float = Field(default=1800.0, ge=0)
     """Scoring a step's responses: reward functions, models, remote scorers, together."""
     call: float = Field(default=3600.0, ge=0)
-    """Any other stage: log-probs, values, updates with their weight hand-over; in other processes any call of a role, and how
-    long ranks wait for each other."""
+    """Any other stage: log-probs, values, updates; in other processes any call of a role, and how long ranks wait for each
+    other."""
     data: float = Field(default=600.0, ge=0)
     """Taking a step's rows from the data."""
     save: float = Field(default=3600.0, ge=0)
     """Waiting for a checkpoint to be written."""
+    hand_over: float = Field(default=600.0, ge=0)
+    """Where ranks send each other the new weights to generate with: moving them, and checking what arrived."""
     action: Literal["stop", "retry", "restart"] = "stop"
     """`stop` with a checkpoint; make the step again (`retry`); start the workers again from the last checkpoint (Ray)."""
     retries: int = Field(default=2, ge=0)

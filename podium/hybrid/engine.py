@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from podium.core.errors import RolloutError
 from podium.engines.layout import Box, Layout, TensorShards, gathered_layout, local_of
 from podium.engines.train.single import own_tensors
+from podium.hybrid.patience import Patience
 from podium.hybrid.plan import Plan, make_plan
-from podium.hybrid.transfer import Moved, Transport
+from podium.hybrid.transfer import Moved, Transport, is_nccl
 from podium.hybrid.verify import check_canary, mismatched_tensors
 
 Canary = Callable[[], tuple[Tensor, Tensor]]
@@ -113,6 +114,7 @@ class MovedHandOver:
         rename: from a generation tensor's name to the training side's.
         verify: compare fingerprints after every hand-over.
         canary: log-probs of both sides, every `canary_every` hand-overs, within `canary_tolerance` nats.
+        deadline_seconds: what moving and checking may take, each; 0: without end.
 
     Raises ConfigError where the two sides do not have the same tensors.
     """
@@ -132,6 +134,7 @@ class MovedHandOver:
         canary_every: int = 0,
         canary_tolerance: float = 0.05,
         bucket_bytes: int | None = None,
+        deadline_seconds: float = 0.0,
     ) -> None:
         names = list(target if only is None else only)
         trained = {name: source[rename(name)] for name in names if rename(name) in source}
@@ -140,26 +143,37 @@ class MovedHandOver:
             whole_on_every_rank({name: target[name] for name in names}, have.ranks) if target_layout is None else target_layout
         )
         self.plan: Plan = make_plan(have, want.select(names))
-        self.rank, self.group, self._verify = rank, group, verify
+        self.rank, self.group, self._verify, self._deadline = rank, group, verify, deadline_seconds
         self.source = {name: local_of(tensor.detach()) for name, tensor in trained.items()}
         self.target = {name: target[name].detach() for name in names}
         options = {} if bucket_bytes is None else {"bucket_bytes": bucket_bytes}
         self.transport = Transport(self.plan, rank, self.source, self.target, group=group, **options)
         self._canary = _WithCanary(canary, canary_every, canary_tolerance)
+        self._device = next((t.device for t in self.target.values()), torch.device("cpu"))
 
     def __call__(self, version: int) -> HandOverReport:
-        """Moves and verifies. Raises RolloutError that names the tensor and rank where an element is not what it should be."""
-        start = _now(self.target)
-        moved = self.transport.run()
-        end = _now(self.target)
+        """Moves and verifies.
+
+        Raises RolloutError that names the tensor and rank where an element is not what it should be, DeadlineError that names
+        the ranks that were waited for.
+        """
+        start = _now(self._device)
+        moved = self.transport.run(self._patience())
+        end = _now(self._device)
         if self._verify:
             self.check()
-        verified = _now(self.target)
+        verified = _now(self._device)
         return HandOverReport(version, moved, end - start, verified - end, self._canary.run())
 
     def check(self) -> None:
         """Compares fingerprints of both sides. Collective."""
-        odd = mismatched_tensors(self.plan, self.rank, self.source, self.target, self.group)
+        patience, everyone = self._patience(), range(self.plan.source.ranks)
+
+        def wait(work: Any) -> None:
+            patience.work(work, "fingerprints", everyone)
+            patience.device(self._device, "fingerprints", everyone)
+
+        odd = mismatched_tensors(self.plan, self.rank, self.source, self.target, self.group, wait)
         if odd:
             name, rank = odd[0]
             raise RolloutError(
@@ -167,6 +181,9 @@ class MovedHandOver:
                 where="hybrid.verify",
                 remedy="nothing was sampled from it; resume from the last checkpoint, and report this",
             )
+
+    def _patience(self) -> Patience:
+        return Patience(self._deadline, self.rank, queued=is_nccl(self.group))
 
 
 def hand_over_between(engine: Any, generating: nn.Module, **options: Any) -> HandOver:
@@ -177,7 +194,7 @@ def hand_over_between(engine: Any, generating: nn.Module, **options: Any) -> Han
 
     Args:
         generating: the `transformers` model of the rollout engine, as the engine has laid it out.
-        options: `verify`, `canary`, `canary_every`, `canary_tolerance`, `bucket_bytes`.
+        options: `verify`, `canary`, `canary_every`, `canary_tolerance`, `bucket_bytes`, `deadline_seconds`.
     """
     context = getattr(engine, "context", None)
     tensors = own_tensors(engine.model)
@@ -216,8 +233,7 @@ def whole_on_every_rank(tensors: Mapping[str, Tensor], ranks: int) -> Layout:
     return Layout(ranks, shards)
 
 
-def _now(tensors: Mapping[str, Tensor]) -> float:
-    device = next((t.device for t in tensors.values()), torch.device("cpu"))
+def _now(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

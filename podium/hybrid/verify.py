@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -90,12 +90,20 @@ def _mixed(index: Tensor, salt: int) -> Tensor:
 
 @torch.no_grad()
 def mismatched_tensors(
-    plan: Plan, rank: int, source: Mapping[str, Tensor], target: Mapping[str, Tensor], group: Any = None
+    plan: Plan,
+    rank: int,
+    source: Mapping[str, Tensor],
+    target: Mapping[str, Tensor],
+    group: Any = None,
+    wait: Callable[[Any], None] = lambda work: work.wait(),
 ) -> list[tuple[str, int]]:
     """(name, rank) of the generation shards whose bits are not those of the training weights; on every rank the same list.
 
     What each rank keeps and sends is fingerprinted where training holds it, what each rank generates with where generation
     holds it; one small sum over ranks compares them. Collective where the plan has several ranks.
+
+    Args:
+        wait: how the sum over ranks is waited for.
     """
     names = list(plan.target.tensors)
     row = {name: i for i, name in enumerate(names)}
@@ -118,7 +126,9 @@ def mismatched_tensors(
     if max(plan.source.ranks, plan.target.ranks) > 1:
         import torch.distributed as dist
 
-        dist.all_reduce(difference, group=group)
+        if difference.is_cuda and "nccl" not in dist.get_backend(group):
+            difference = difference.cpu()
+        wait(dist.all_reduce(difference, group=group, async_op=True))
     return [(names[i], int(r)) for r, i in difference.nonzero().tolist()]
 
 

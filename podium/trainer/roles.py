@@ -202,7 +202,7 @@ class Roles:
         if apart:
             from podium.hybrid.engine import hand_over_between
 
-            worker.hand_over = hand_over_between(engine, generating)
+            worker.hand_over = hand_over_between(engine, generating, deadline_seconds=self.settings.deadlines.hand_over)
         return worker
 
     def _dividing_actor(self, model: Any, loss: Loss | None) -> Any:
@@ -215,7 +215,8 @@ class Roles:
         divided = DividedModel(model, self.pool.rollout_tensor)  # the engine cuts the model where it stands
         engine = self._engine("actor", as_policy(model, self._temperature()), loss)
         timeout = timedelta(seconds=self.settings.deadlines.call or 1e8)
-        side = DividedGeneration(divided, engine, self.context, timeout=timeout)
+        limit = self.settings.deadlines.hand_over
+        side = DividedGeneration(divided, engine, self.context, timeout=timeout, deadline_seconds=limit)
         settings = self._rollout()
         rollout = self._rollout_engine(side.model, settings)
         worker = ActorWorker(engine, rollout, sampling_of(settings), self.tokenizer, **self._minibatching(loss))

@@ -20,15 +20,16 @@ from filelock import FileLock
 from podium.core.ranks import Ranks, WorkerContext
 
 
-def on_ranks(function: Callable[..., Any], ranks: int, *args: Any, timeout: float = 120.0) -> list[Any]:
-    """`function(rank, *args)` on every rank of a process group; what each returned.
+def on_ranks(function: Callable[..., Any], ranks: int, *args: Any, timeout: float = 120.0, backend: str = "gloo") -> list[Any]:
+    """`function(rank, *args)` on every rank of a process group; what each returned. With NCCL each has a GPU of its own.
 
     The functions and arguments must be picklable (module level). Raises RuntimeError with a rank's traceback.
     """
     with tempfile.TemporaryDirectory() as folder:
         spawned = mp.get_context("spawn")
         workers = [
-            spawned.Process(target=_main, args=(function, rank, ranks, folder, args), daemon=True) for rank in range(ranks)
+            spawned.Process(target=_main, args=(function, rank, ranks, folder, args, backend), daemon=True)
+            for rank in range(ranks)
         ]
         for worker in workers:
             worker.start()
@@ -78,13 +79,15 @@ def _read(path: Path) -> tuple[str | None, Any]:
     return pickle.loads(path.read_bytes()) if path.exists() else ("ended without a result (or hung)", None)
 
 
-def _main(function: Callable[..., Any], rank: int, ranks: int, folder: str, args: tuple[Any, ...]) -> None:
+def _main(function: Callable[..., Any], rank: int, ranks: int, folder: str, args: tuple[Any, ...], backend: str) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     error, value = None, None
     try:
         store = dist.FileStore(f"{folder}/store", ranks)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+        if backend == "nccl":
+            torch.cuda.set_device(rank)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)
         value = function(rank, *args)
         dist.barrier()
     except BaseException:

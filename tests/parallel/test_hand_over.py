@@ -10,14 +10,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from podium.algorithms import supervised_loss
-from podium.core.errors import RolloutError
+from podium.core.errors import DeadlineError, RolloutError
 from podium.core.settings import LoraSettings, OptimizerSettings
 from podium.engines.layout import Layout, ModelParallel, box_of
 from podium.engines.train import SingleDeviceEngine, create_train_engine
 from podium.engines.train.sharded import ShardedEngine
 from podium.engines.train.single import own_tensors
 from podium.engines.train.tensor_parallel import split_of
-from podium.hybrid import transfer
+from podium.hybrid import same_device, transfer
 from podium.hybrid.engine import MovedHandOver, SharedHandOver, hand_over_between, whole_on_every_rank
 from podium.hybrid.plan import make_plan, place_generation
 from podium.models.heads import ActorModel
@@ -96,7 +96,7 @@ def every_pair(rank: int, sources: list[dict[str, int]], ranks: int) -> dict[str
 
 def two_ranks(rank: int) -> dict[str, Any]:
     out = {"pairs": every_pair(rank, SOURCES, 2)}
-    for check in (into_modules, of_an_adapter, of_shared_memory, that_is_tampered_with):
+    for check in (into_modules, of_an_adapter, of_shared_memory, that_is_tampered_with, on_one_device, that_waits):
         out[check.__name__] = check(rank)
     return out
 
@@ -171,6 +171,47 @@ def that_is_tampered_with(rank: int) -> Any:
     return None
 
 
+def on_one_device(rank: int) -> Any:
+    """Processes that share a device, played by the CPU's shared memory: weights are read where they lie."""
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    places, same_device.place_of = same_device.place_of, lambda _: ("here", "gpu", 0)
+    try:
+        engine, generating = engine_of(rank, {"shard": 2}, torch.bfloat16), model(torch.bfloat16)
+        hand_over = hand_over_between(engine, generating)
+        reports = []
+        for _ in range(2):
+            update(engine)
+            reports.append(vars(hand_over(engine.policy_version).moved))
+    finally:
+        same_device.place_of = places
+    whole = [engine.state_dict()["model"]]
+    dist.broadcast_object_list(whole)
+    same = all(torch.equal(value, whole[0]["model." + name]) for name, value in generating.named_parameters())
+    return reports, same
+
+
+def that_waits(rank: int) -> Any:
+    """One rank comes too late: the other says for whom it waited, in moving and in checking."""
+    said = []
+    for phase in ("moving", "checking"):
+        group = dist.new_group(backend="gloo")
+        engine, generating = engine_of(rank, {"shard": 2}), model()
+        tensors, target = engine.tensors(), {"model." + name: p for name, p in own_tensors(generating).items()}
+        hand_over = MovedHandOver(tensors, target, rank=rank, group=group, deadline_seconds=0.3)
+        try:
+            if rank == 1:
+                dist.barrier()
+            if phase == "moving":
+                hand_over(1)
+            else:
+                hand_over.check()
+        except (DeadlineError, RuntimeError) as error:
+            said.append(str(error))
+        if rank == 0:
+            dist.barrier()
+    return said
+
+
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return once(tmp_path_factory, "hand-over", lambda _: on_ranks(two_ranks, 2, timeout=280))[1]
@@ -195,6 +236,19 @@ def test_a_module_that_generates_agrees_with_training(two: list[dict[str, Any]])
         assert apart == 0 and abs(received - whole / 2) < whole * 0.01
         apart, received = ranks["into_modules"]["tensor"]
         assert apart < 0.05 and 0 < received < whole / 2  # products are summed in another order; what is whole stays
+
+
+def test_processes_of_one_device_read_each_others_memory(two: list[dict[str, Any]]) -> None:
+    for ranks in two:
+        reports, same = ranks["on_one_device"]
+        assert same and reports[0] == reports[1]
+        assert reports[0]["read"] == reports[0]["received"] > 0 and reports[0]["messages"] == 0
+
+
+def test_a_rank_that_does_not_come_is_named_within_the_deadline(two: list[dict[str, Any]]) -> None:
+    moving, checking = two[0]["that_waits"]
+    assert "deadlines.hand_over: rank 0 waited 0.3 s in a hand-over for weights of rank 1" in moving
+    assert "for fingerprints of rank 1" in checking
 
 
 def test_only_the_adapter_crosses(two: list[dict[str, Any]]) -> None:

@@ -125,6 +125,19 @@ def test_other_models_are_refused() -> None:
         MovedHandOver(tensors(), {"other": torch.zeros(2)})
 
 
+def test_who_shares_a_device_reads_and_who_does_not_is_sent_to() -> None:
+    from podium.hybrid.plan import Transfer
+    from podium.hybrid.same_device import is_near, place_of
+
+    a, b = ("host", "uuid-a", 0), ("host", "uuid-b", 1)
+    places = [a, a, b, ("host", "uuid-a", 3), ("other", "uuid-a", 0), None, None]
+    box = Box.whole((2,))
+    near = {(i, j) for i in range(7) for j in range(7) if i != j and is_near(Transfer("w", box, i, j, 8), places)}
+    # Another device, the same one under another number, another host's, CPUs: by messages.
+    assert near == {(0, 1), (1, 0)}
+    assert place_of(torch.device("cpu")) is None
+
+
 # ------------------------------------------------------------------ verification
 
 
