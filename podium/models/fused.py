@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from podium.models.divided import SummedLinear
-from podium.models.low_rank import plain_linear, why_not_low_rank
+from podium.models.low_rank import Beside, plain_linear, why_not_low_rank
 
 # Decoder layers of this form: norm, attention with rotary embedding, add, norm, gated SiLU MLP, add.
 _LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
@@ -43,6 +43,13 @@ class FusedLayer:
     q_norm: Tensor | None
     k_norm: Tensor | None
     window: int | None
+    beside: dict[str, Beside] = field(default_factory=dict)
+    """What adapters add to the products `qkv`, `out`, `gate_up` and `down`, where they have any."""
+
+    def plus(self, name: str, product: Tensor, x: Tensor) -> Tensor:
+        """A product with what the adapters add to it for `x [N, width]`."""
+        beside = self.beside.get(name)
+        return product if beside is None else beside.add_(product, x)
 
 
 @dataclass(frozen=True)
@@ -62,6 +69,12 @@ class FusedModel:
     rotary: Tensor
     names: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """A fused tensor's name to the names of the model's parameters that are its rows, in order."""
+
+    def refresh(self) -> None:
+        """Takes the adapters' values of now, after an update wrote them."""
+        for layer in self.layers:
+            for beside in layer.beside.values():
+                beside.refresh()
 
 
 def can_fuse(base: PreTrainedModel, *, adapters: bool = False) -> str | None:
@@ -151,26 +164,37 @@ class _Asked:
 
 def _fused_layer(name: str, layer: Any, window: int | None, names: dict[str, tuple[str, ...]]) -> FusedLayer:
     a, m = layer.self_attn, layer.mlp
-    three = [a.q_proj, a.k_proj, a.v_proj]
-    names[f"{name}.self_attn.qkv"] = tuple(f"{name}.self_attn.{p}_proj.weight" for p in "qkv")
-    names[f"{name}.mlp.gate_up"] = tuple(f"{name}.mlp.{p}_proj.weight" for p in ("gate", "up"))
+    three, two = [a.q_proj, a.k_proj, a.v_proj], [m.gate_proj, m.up_proj]
+    names[f"{name}.self_attn.qkv"] = _rows_of(name, ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"], three)
+    names[f"{name}.mlp.gate_up"] = _rows_of(name, ["mlp.gate_proj", "mlp.up_proj"], two)
     bias = None
     if a.q_proj.bias is not None:
-        names[f"{name}.self_attn.qkv_bias"] = tuple(f"{name}.self_attn.{p}_proj.bias" for p in "qkv")
+        names[f"{name}.self_attn.qkv_bias"] = tuple(
+            weight.removesuffix("weight") + "bias" for weight in names[f"{name}.self_attn.qkv"]
+        )
         bias = together([p.bias for p in three])
+    products = {"qkv": three, "out": [a.o_proj], "gate_up": two, "down": [m.down_proj]}
+    beside = {name: Beside(layers, a.q_proj.weight.dtype) for name, layers in products.items()}
     return FusedLayer(
         qkv=together([p.weight for p in three]),
         qkv_bias=bias,
         out=a.o_proj.weight,
         out_bias=a.o_proj.bias,
-        gate_up=together([m.gate_proj.weight, m.up_proj.weight]),
+        gate_up=together([p.weight for p in two]),
         down=m.down_proj.weight,
         input_norm=layer.input_layernorm.weight,
         post_norm=layer.post_attention_layernorm.weight,
         q_norm=a.q_norm.weight if hasattr(a, "q_norm") else None,
         k_norm=a.k_norm.weight if hasattr(a, "k_norm") else None,
         window=window,
+        beside={name: adapters for name, adapters in beside.items() if adapters.places},
     )
+
+
+def _rows_of(layer: str, parts: Sequence[str], linears: Sequence[Any]) -> tuple[str, ...]:
+    """The names of the weights of a layer's linear maps; an adapted one has its weight inside."""
+    inside = ["" if linear is plain_linear(linear) else ".base_layer" for linear in linears]
+    return tuple(f"{layer}.{part}{inner}.weight" for part, inner in zip(parts, inside, strict=True))
 
 
 def lay_together(base: PreTrainedModel) -> None:

@@ -98,6 +98,40 @@ def of_factors(grad: Tensor, low: Tensor | None, of_low: Tensor | None, x: Tenso
     return out
 
 
+class Beside:
+    """What adapters add to a product, for passes that need no gradient: two products, from copies in the base's dtype.
+
+    The copies stay where they are (a recorded graph reads them); `refresh` writes the adapters' values of now into them.
+
+    Args:
+        layers: those whose weights' rows make up the product.
+        dtype: of the product.
+    """
+
+    def __init__(self, layers: Sequence[Any], dtype: torch.dtype) -> None:
+        self.places, self.factors = adapters_of(layers)
+        rows = sum(plain_linear(layer).weight.shape[0] for layer in layers)
+        weight = plain_linear(layers[0]).weight
+        ranks = sum(place.rank for place in self.places)
+        with torch.inference_mode(False):  # they shall be written again
+            self.down = torch.zeros(ranks, weight.shape[1], dtype=dtype, device=weight.device)
+            self.up = torch.zeros(rows, ranks, dtype=dtype, device=weight.device)
+        self.refresh()
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Takes the factors' values. Whoever writes those calls it: torch does not count what a fused optimizer writes."""
+        at = 0
+        for place, down, up in zip(self.places, self.factors[::2], self.factors[1::2], strict=True):
+            self.down[at : at + place.rank].copy_(down)
+            self.up[place.start : place.stop, at : at + place.rank].copy_(up * place.scale)
+            at += place.rank
+
+    def add_(self, out: Tensor, x: Tensor) -> Tensor:
+        """`out [N, rows]` and what the adapters add to it for `x [N, D]`, in place."""
+        return out.addmm_(x @ self.down.t(), self.up.t())
+
+
 def _down(factors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     downs = factors[::2]
     return (torch.cat(tuple(downs)) if len(downs) > 1 else downs[0]).to(dtype)

@@ -310,7 +310,7 @@ def decode_bytes(spec: RoleSpec, rows: int, prompt_tokens: int) -> float:
     """
     prefill = min(PREFILL_TOKENS["cuda" if spec.cuda else "cpu"], rows * prompt_tokens)
     passes = spec.forward_bytes(prefill, 0)
-    if spec.lora:
+    if spec.lora and not spec.fused:
         passes = max(passes, _adapted_pass(spec, prefill) + spec.workspace)
     if spec.cuda:
         return passes + rows * spec.shape.vocabulary * (spec.itemsize + 4) + spec.workspace

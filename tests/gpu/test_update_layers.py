@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from podium.core.batch import Batch
+from podium.engines.base import Request, RolloutEngine, SamplingParams, Trajectory
 from podium.models.fused_layers import fused_hidden_states, why_not_fused
 from podium.models.heads import ActorModel
 from podium.models.lm_head import base_of, run_base
@@ -110,25 +111,33 @@ def test_adapters_in_bf16_are_as_near_to_fp32_as_pefts_own_layers(shared: bool) 
     assert errors[2] < max(1.5 * errors[1], 0.01)
 
 
-def test_lora_trains_where_rollout_has_looked_at_the_weights() -> None:
-    """The training pass lays weights together; a rollout engine keeps their addresses (and captures graphs over them)."""
-    from podium.engines.base import Request, SamplingParams
+def test_lora_trains_beside_a_rollout_engine_that_recorded_its_weights() -> None:
+    """The training pass moves no weight that graphs read; what an update writes into the adapters is what is sampled next."""
     from podium.engines.rollout.native.choose import native_engine
     from tests.tiny import tiny_tokenizer
 
-    model = _adapted("qwen2", torch.bfloat16, "all-linear")
+    model = _adapted("qwen2", torch.float32, "all-linear")
     rollout = native_engine(model, tiny_tokenizer(), max_concurrent=4)
-    texts = []
-    for version in range(3):
-        rollout.submit(Request((5, 6, 7, 8), SamplingParams(max_new_tokens=12, temperature=0.0)))
-        done: list[object] = []
-        while rollout.pending:
-            done += rollout.step()
-        texts.append(done[0].response_ids)  # type: ignore[attr-defined]
-        actor = ActorModel(model)
-        actor.compute(pack(_rows()), ("log_probs",))["log_probs"].sum().backward()
-        rollout.update_weights(version + 1)
-    assert texts[0] == texts[1] == texts[2]
+    texts = [_greedy(rollout)]
+    ActorModel(model).compute(pack(_rows()), ("log_probs",))["log_probs"].sum().backward()
+    rollout.update_weights(1)
+    texts.append(_greedy(rollout))
+    assert texts[0] == texts[1]
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".lora_B." in name:
+                parameter.zero_()
+    rollout.update_weights(2)
+    plain = native_engine(tiny_model("qwen2").cuda(), tiny_tokenizer(), max_concurrent=4)
+    assert _greedy(rollout) == _greedy(plain) != texts[0]
+
+
+def _greedy(rollout: RolloutEngine) -> list[int]:
+    rollout.submit(Request((5, 6, 7, 8), SamplingParams(max_new_tokens=12, temperature=0.0)))
+    done: list[Trajectory] = []
+    while rollout.pending:
+        done += rollout.step()
+    return done[0].response_ids
 
 
 def _adapted(family: str, dtype: torch.dtype, targets: object) -> PreTrainedModel:

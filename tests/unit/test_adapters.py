@@ -21,6 +21,8 @@ from podium.engines.base import Request, SamplingParams
 from podium.engines.rollout import create_rollout_engine
 from podium.engines.rollout.hf import HFEngine
 from podium.engines.rollout.native.engine import NativeEngine
+from podium.engines.rollout.native.paged_engine import PagedEngine
+from podium.engines.rollout.native.passes import FusedForward
 from podium.engines.train import SingleDeviceEngine
 from podium.models.adapters import (
     WithoutAdapter,
@@ -32,7 +34,7 @@ from podium.models.adapters import (
     remove_adapter,
     sharing_copy,
 )
-from podium.models.fused import can_fuse
+from podium.models.fused import can_fuse, fuse
 from podium.models.heads import ActorModel, CriticModel, RewardModel
 from podium.models.lm_head import base_of
 from podium.models.storage import moved_parameters, storage_fingerprint
@@ -144,9 +146,35 @@ def test_rollout_engines_see_the_adapted_weights(kind: Any) -> None:
     assert float((got - other).abs().max()) > 0.1
 
 
-def test_decoding_by_fused_weights_leaves_adapted_layers_alone() -> None:
-    assert can_fuse(base_of(tiny_model())) is None
-    assert "peft" in (can_fuse(base_of(adapted())) or "")
+def test_paged_rollout_runs_fused_layers_with_adapters_and_follows_their_updates() -> None:
+    model = adapted(trained=True)
+    trained, sampling = SingleDeviceEngine(ActorModel(model), optimizer=FAST), SamplingParams(max_new_tokens=8, temperature=0.0)
+    engine = PagedEngine(model, tiny_tokenizer())
+    assert isinstance(engine._forward, FusedForward) and engine._forward.model.layers[0].beside
+    prompt = rows()["prompt_ids"].to_list()[0]
+    samples = []
+    for _ in range(2):
+        engine.submit(Request(tuple(prompt), sampling))
+        done = []
+        while engine.pending:
+            done += engine.step()
+        got = torch.tensor([p for s in done[0].segments for p in s.log_probs])
+        sampled = Batch({"prompt_ids": [prompt], "response_ids": [done[0].response_ids]})
+        want = trained.compute(sampled, ("log_probs",))["log_probs"].values
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+        samples.append(got)
+        sft(trained)
+        engine.update_weights(trained.policy_version)
+    assert samples[0].shape != samples[1].shape or float((samples[0] - samples[1]).abs().max()) > 1e-3
+
+
+def test_fused_names_are_those_of_parameters() -> None:
+    model = adapted()
+    base = base_of(ActorModel(model).model)
+    assert can_fuse(base) is not None and can_fuse(base, adapters=True) is None
+    known = dict(base.named_parameters())
+    names = fuse(base, 16).names
+    assert all(part in known for parts in names.values() for part in parts)
 
 
 def test_native_rollout_goes_on_after_updates_over_the_same_memory() -> None:

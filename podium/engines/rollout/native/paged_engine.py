@@ -179,6 +179,8 @@ class PagedEngine:
         """
         check_in_place(self.model, self._storage)
         self._read_all()
+        if isinstance(self._forward, FusedForward):
+            self._forward.model.refresh()
         self.policy_version = version
         self._stale = True
 

@@ -258,10 +258,12 @@ class FusedForward:
         x, residual = F.embedding(step.ids, self.model.embedding), None
         for index, layer in enumerate(self.model.layers):
             normed, residual = ops.add_rms_norm(x, residual, layer.input_norm, eps)
-            qkv = F.linear(normed, layer.qkv, layer.qkv_bias)
-            x = self._whole(step.rotate_and_attend(index, layer, self.model, qkv), layer.out, layer.out_bias)
+            qkv = layer.plus("qkv", F.linear(normed, layer.qkv, layer.qkv_bias), normed)
+            heads = step.rotate_and_attend(index, layer, self.model, qkv)
+            x = layer.plus("out", self._whole(heads, layer.out, layer.out_bias), heads)
             normed, residual = ops.add_rms_norm(x, residual, layer.post_norm, eps)
-            x = self._whole(ops.silu_mul(F.linear(normed, layer.gate_up)), layer.down, None)
+            activation = ops.silu_mul(layer.plus("gate_up", F.linear(normed, layer.gate_up), normed))
+            x = layer.plus("down", self._whole(activation, layer.down, None), activation)
         return ops.add_rms_norm(x, residual, self.model.norm, eps)[0]
 
     def _whole(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -70,7 +70,7 @@ def queries_of_a_key(base: PreTrainedModel) -> int:
 def forward_for(model: PreTrainedModel, ops: ModuleType, positions: int, *, fused: bool) -> Forward:
     """The fused layers where the architecture has them and `fused` asks for them; else its own modules."""
     base = base_of(model)
-    reason = can_fuse(base) if fused else "fused=False"
+    reason = can_fuse(base, adapters=True) if fused else "fused=False"
     if reason is None:
         with podium_attention(model):
             return FusedForward(fuse(base, positions), ops, tensor_ranks_of(base))
