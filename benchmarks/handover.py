@@ -6,11 +6,16 @@
 Training: FSDP2 over all ranks, in bf16 or fp32 (`--train-dtype`; fp32 is cast by the sender). Generation: TP over all ranks
 (`tp`) or a whole copy on each (`dp`), in bf16. The weights are random, of the shape's sizes.
 
-Three ways are timed in the same run, each after a barrier, the slowest rank counts; median of `--repeats`:
+Ways are timed in the same run, each after a barrier, the slowest rank counts; median of `--repeats`:
   hand-over   Podium's plan and transfer, into generation tensors that are there already
   gather      every full tensor on every rank (FSDP2's `full_tensor()`), then the slice that generation needs is copied
   all-gather  as many bytes as one buffer, by one collective: the link's own rate
-Nothing is checked while it is timed; afterwards bits are compared with the gathered tensors, and fingerprints are timed.
+Nothing is checked while it is timed. Afterwards bits are compared with the gathered tensors: of the first hand-over, of a
+second one after the weights have changed, and of a third after a rollout cache went to sleep and woke up elsewhere. Then
+training and generation share their memory, as on one device: bytes, extra memory and time of that hand-over.
+
+A line of JSON for each way; the last line has the comparisons. With `benchmarks/handover_engines.py` the same hand-over ends in
+a rollout engine that generates.
 """
 
 from __future__ import annotations
@@ -27,9 +32,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from podium.engines.layout import Layout, ModelParallel, gathered_layout
+from podium.engines.layout import Layout, ModelParallel, gathered_layout, local_of
+from podium.engines.rollout.native.paged_cache import PagedCache
 from podium.engines.train.tensor_parallel import split_of
-from podium.hybrid.engine import MovedHandOver
+from podium.hybrid.engine import MovedHandOver, SharedHandOver
 from podium.hybrid.plan import place_generation
 
 # hidden, intermediate, layers, heads, key/value heads, head width, vocabulary, tied: Qwen2.5's
@@ -111,6 +117,79 @@ def gather_all(tensors: dict[str, Tensor], target: dict[str, Tensor], layout: La
             target[name].copy_(whole[tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))])
 
 
+def arrives(
+    hand_over: MovedHandOver,
+    tensors: dict[str, Tensor],
+    target: dict[str, Tensor],
+    layout: Layout,
+    rank: int,
+    device: torch.device,
+) -> list[bool]:
+    """Whether every bit is right: as the weights are, after they changed, and after a cache slept and woke; on all ranks."""
+    out = []
+    cache = PagedCache(4, 2, 128, 64, torch.bfloat16, device)
+    cache.allocate(256)
+    for phase in ("first", "second", "slept"):
+        if phase != "first":
+            for tensor in tensors.values():
+                local_of(tensor).mul_(-1.5)
+        if phase == "slept":
+            cache.release()
+            blocker = torch.empty(1 << 24, device=device)  # so that the cache comes to lie elsewhere
+            cache.allocate(512)
+            del blocker
+        for value in target.values():
+            value.fill_(float("nan"))
+        hand_over(1)
+        hand_over.check()
+        got = {name: value.clone() for name, value in target.items()}
+        gather_all(tensors, target, layout, rank)
+        same = all(torch.equal(target[name].view(torch.int16), value.view(torch.int16)) for name, value in got.items())
+        everywhere = torch.tensor(float(same), device=device)
+        dist.all_reduce(everywhere, dist.ReduceOp.MIN)
+        out.append(bool(everywhere))
+    return out
+
+
+def on_one_device(shapes: dict[str, tuple[int, ...]], device: torch.device) -> dict[str, Any]:
+    """Training and generation over the same memory: the hand-over checks that they still are."""
+    trained = torch.nn.ParameterDict(
+        {name.replace(".", "/"): torch.empty(shape, dtype=torch.bfloat16, device=device) for name, shape in shapes.items()}
+    )
+    before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+    hand_over = SharedHandOver(trained, trained)
+    times = []
+    for version in range(20):
+        start = time.perf_counter()
+        report = hand_over(version)
+        times.append((time.perf_counter() - start) * 1e3)
+    extra = (torch.cuda.memory_allocated(device) if device.type == "cuda" else 0) - before
+    bytes_moved = report.moved.received + report.moved.copied
+    assert extra == 0 and bytes_moved == 0, (extra, bytes_moved)
+    return {
+        "generation": "one device",
+        "hand_over_ms": round(statistics.median(times), 4),
+        "bytes": bytes_moved,
+        "extra_bytes": extra,
+    }
+
+
+def compared(results: dict[str, dict[str, Any]], args: argparse.Namespace) -> dict[str, Any]:
+    """The last line: comparisons by keys that begin with `ratio`; above 1 the hand-over is the faster one."""
+    out: dict[str, Any] = {"shape": args.shape, "ranks": dist.get_world_size()}
+    for kind, result in results.items():
+        if kind == "one":
+            out["ratio_one_millisecond_to_hand_over_one_device"] = round(1.0 / result["hand_over_ms"], 2)
+            continue
+        ours = result["hand_over_ms"]
+        out[f"ratio_gather_to_hand_over_{kind}"] = round(result["gather_ms"] / ours, 2)
+        out[f"ratio_all_gather_to_hand_over_{kind}"] = round(result["all_gather_ms"] / ours, 2)
+        if args.shape == "7b":
+            out[f"ratio_60_ms_to_hand_over_{kind}"] = round(60.0 / ours, 2)
+        out[f"hand_over_ms_{kind}"], out[f"bit_equal_{kind}"] = ours, result["bit_equal"]
+    return out
+
+
 def measure(kind: str, tensors: dict[str, Tensor], device: torch.device, args: argparse.Namespace) -> dict[str, Any]:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     layout = generation(gathered_layout(tensors), kind, torch.bfloat16)
@@ -124,9 +203,8 @@ def measure(kind: str, tensors: dict[str, Tensor], device: torch.device, args: a
     )
     ours = clock(lambda: hand_over(1))
     fingerprints = clock(hand_over.check)
-    got = {name: value.clone() for name, value in target.items()} if args.check else {}
     gathered = clock(lambda: gather_all(tensors, target, layout, rank))
-    equal = all(torch.equal(target[name].view(torch.int16), value.view(torch.int16)) for name, value in got.items())
+    equal = all(arrives(hand_over, tensors, target, layout, rank, device)) if args.check else None
     received = hand_over.plan.received_bytes(rank)
     piece = torch.empty(max(received // max(ranks - 1, 1) // 2, 1), dtype=torch.bfloat16, device=device)
     whole = torch.empty(len(piece) * ranks, dtype=torch.bfloat16, device=device)
@@ -142,7 +220,7 @@ def measure(kind: str, tensors: dict[str, Tensor], device: torch.device, args: a
         "share_of_link": round(link / ours, 2),
         "GB_per_s": round(received / ours / 1e6, 1),
         "fingerprints_ms": round(fingerprints, 3),
-        "bit_equal": equal if args.check else None,
+        "bit_equal": equal,
     }
 
 
@@ -165,11 +243,17 @@ def main() -> None:
     mesh = dist.device_mesh.init_device_mesh(device.type, (dist.get_world_size(),))
     torch.manual_seed(dist.get_rank())
     tensors = sharded(shapes_of(args.shape), getattr(torch, args.train_dtype), mesh, device)
+    results: dict[str, dict[str, Any]] = {}
     for kind in ["tp", "dp"] if args.generation == "both" else [args.generation]:
         result = {"shape": args.shape, "ranks": dist.get_world_size(), "train_dtype": args.train_dtype}
-        result |= measure(kind, tensors, device, args)
+        results[kind] = result = result | measure(kind, tensors, device, args)
         if dist.get_rank() == 0:
             print(json.dumps(result), flush=True)
+    del tensors
+    results["one"] = on_one_device(shapes_of(args.shape), device)
+    if dist.get_rank() == 0:
+        print(json.dumps(results["one"]), flush=True)
+        print(json.dumps(compared(results, args)), flush=True)
     dist.destroy_process_group()
 
 
