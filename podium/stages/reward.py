@@ -15,6 +15,7 @@ from podium.rewards.loading import load_rewards
 from podium.rewards.model import ModelReward
 from podium.rewards.shaping import Shaper
 from podium.rewards.sources import Weights, match_weights, model_sources
+from podium.rewards.state import load_states, states_of
 from podium.stages.base import Stage, StepContext
 
 
@@ -113,11 +114,12 @@ class ScoringStage(Stage):
         return fused
 
     def state_dict(self) -> dict[str, Any]:
-        """The running statistics of sources that are scaled by them."""
-        return self.shaper.state_dict()
+        """The running statistics of sources that are scaled by them, and the state of the user's own objects."""
+        return {"scaling": self.shaper.state_dict(), "functions": states_of(self.functions)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.shaper.load_state_dict(state)
+        self.shaper.load_state_dict(state.get("scaling", {}))
+        load_states(self.functions, state.get("functions", {}))
 
     def _model_rewards(self, batch: Batch, context: StepContext) -> list[ModelReward]:
         # One call a role, whatever heads are asked for; all are under way before the first is waited for.

@@ -13,6 +13,7 @@ from podium.core.errors import ConfigError, RewardError
 from podium.rewards.base import REMEDY, TrainerState
 from podium.rewards.fusion import check_columns
 from podium.rewards.sources import model_sources
+from podium.rewards.state import load_states, states_of
 from podium.rewards.stepwise import Placed, StepwiseRewardInjector
 from podium.stages.base import Stage, StepContext
 
@@ -56,7 +57,7 @@ class StepwiseRewardStage(Stage):
 
     def check_data(self, columns: Iterable[str]) -> None:
         """Raises ConfigError where a function needs a data column that is not there."""
-        check_columns([i.function for i in self.injectors if i.function is not None], columns)
+        check_columns(self._functions, columns)
 
     def run(self, batch: Batch, context: StepContext) -> Batch:
         if self.tokenizer is None:
@@ -75,6 +76,17 @@ class StepwiseRewardStage(Stage):
         context.metrics.add("step_rewards/steps", sum(p.steps for p in placed), len(batch))
         context.metrics.add("step_rewards/skipped", len(batch) - len(out))
         return out
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the user's own objects."""
+        return {"functions": states_of(self._functions)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        load_states(self._functions, state.get("functions", {}))
+
+    @property
+    def _functions(self) -> list[Any]:
+        return [i.function for i in self.injectors if i.function is not None]
 
     def _without_failed(self, batch: Batch, placed: Sequence[Placed]) -> Batch:
         failed = dict(failure for p in placed for failure in p.failed)

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from podium.checkpoints.store import rng_state, set_rng_state
 from podium.core.errors import CheckpointError
+from podium.stages.base import Stage
 from podium.trainer.changes import Change, ChangedSettings, changes
 
 if TYPE_CHECKING:
     from podium.trainer.trainer import Trainer
+
+
+_EVALUATION = "evaluation/"
 
 
 @dataclass
@@ -63,8 +68,14 @@ class Border:
 
 
 def stage_states(trainer: Trainer) -> dict[str, Any]:
-    """A copy of each stage's state, by label."""
-    return {stage.label: copy.deepcopy(stage.state_dict()) for stage in trainer.graph.stages}
+    """A copy of each stage's state, by label; those that only evaluate as `evaluation/<label>`."""
+    return {label: copy.deepcopy(stage.state_dict()) for label, stage in _stages(trainer)}
+
+
+def _stages(trainer: Trainer) -> list[tuple[str, Stage]]:
+    trains = trainer.graph.stages
+    evaluates = [stage for stage in trainer.evaluation.stages if stage not in trains]
+    return [(s.label, s) for s in trains] + [(f"{_EVALUATION}{s.label}", s) for s in evaluates]
 
 
 def _weights_mark(trainer: Trainer) -> dict[str, Any]:
@@ -118,9 +129,11 @@ def restore(trainer: Trainer, saved: Mapping[str, Any], *, accept_changes: bool 
 
 
 def _restore_border(trainer: Trainer, saved: Mapping[str, Any]) -> None:
-    for stage in trainer.graph.stages:
-        if stage.label in saved["stages"]:  # one that was added (and accepted) begins anew
-            stage.load_state_dict(copy.deepcopy(saved["stages"][stage.label]))
+    for label, stage in _stages(trainer):
+        if label in saved["stages"]:  # one that was added (and accepted) begins anew
+            # So does an evaluation that is another than it was: it may change from resume to resume.
+            with suppress(CheckpointError) if label.startswith(_EVALUATION) else nullcontext():
+                stage.load_state_dict(copy.deepcopy(saved["stages"][label]))
     trainer.loader.load_state_dict(saved["trainer"]["loader"])
     set_rng_state(saved["trainer"]["rng"])
     trainer.step = saved["trainer"]["step"]

@@ -9,11 +9,13 @@ import sys
 from contextlib import contextmanager
 
 import pytest
+import torch
 
 from podium.checkpoints.store import CheckpointStore, verify
 from podium.core.errors import CheckpointError, ConfigError, ResourceError, RewardError
 from podium.recipes import build, load
 from podium.trainer.interrupt import STOPPING, InterruptGuard
+from podium.trainer.state import Border
 from podium.trainer.trainer import Trainer
 from tests.tiny import tiny_model, tiny_tokenizer
 
@@ -59,8 +61,8 @@ def ctrl_c_twice():
 def made(model_folder, tmp_path):
     """Makes a trainer of the run `name`; the reward acts at its `at`-th call."""
 
-    def make(name, *overrides, at=0, act=boom, algorithm="grpo", rows=ROWS, steps=4):
-        reward = Reward()
+    def make(name, *overrides, at=0, act=boom, algorithm="grpo", rows=ROWS, steps=4, reward=None):
+        given, reward = reward, Reward()
         reward.at, reward.act = at, act
         values = {
             "algorithm": algorithm,
@@ -69,7 +71,7 @@ def made(model_folder, tmp_path):
             "optimizer": {"lr": 1e-3},
             "rollout": {"max_new_tokens": 6},
             "checkpoint": {"export": False},
-            "rewards": [{"function": lambda prompts, completions, **columns: reward(prompts, completions)}],
+            "rewards": [{"function": given or (lambda prompts, completions, **columns: reward(prompts, completions))}],
             "run": {"folder": str(tmp_path), "name": name, "steps": steps, "trackers": [], "progress": False},
         }
         return build(load(None, overrides, values), data=rows)
@@ -157,6 +159,68 @@ def test_an_error_in_an_evaluation_keeps_the_step(made, tmp_path):
     assert saved(tmp_path / "part") == [2]
     result = made("part", *EVALUATED).train(resume=True)
     assert rows_of(result.run_folder) == rows_of(made("whole", *EVALUATED).train().run_folder)
+
+
+# ---------------------------------------------------------------------- state of the user's own
+
+
+class Novelty:
+    """A reward with a memory: what was answered before counts less, and a moving mean is taken off."""
+
+    def __init__(self):
+        self.seen, self.mean, self.calls, self.dies_at = {}, torch.zeros(1), 0, 0
+
+    def __call__(self, prompts, completions, **columns):
+        self.calls += 1
+        if self.calls == self.dies_at:
+            boom()
+        out = []
+        for text in completions:
+            self.seen[text[:1]] = self.seen.get(text[:1], 0) + 1
+            score = 1.0 / self.seen[text[:1]]
+            self.mean = 0.9 * self.mean + 0.1 * score
+            out.append(score - float(self.mean))
+        return out
+
+    def state_dict(self):
+        return {"seen": self.seen, "mean": self.mean, "calls": self.calls}
+
+    def load_state_dict(self, state):
+        self.seen, self.mean, self.calls = state["seen"], state["mean"], state["calls"]
+
+
+class Forgetful(Novelty):
+    """The same without a word of its state."""
+
+    state_dict = load_state_dict = None
+
+
+@pytest.mark.parametrize("sampling", [(), ("sampling_rounds=2",)], ids=["plain", "dynamic sampling"])
+def test_a_reward_with_state_goes_on_where_it_was(sampling, made):
+    def run(name, kind, dies_at=0, **given):
+        reward = kind()
+        reward.dies_at = dies_at
+        trainer = made(name, *EVALUATED, *sampling, reward=reward)
+        return trainer.train(**given).run_folder
+
+    whole = rows_of(run("whole", Novelty))
+    with pytest.raises(RewardError, match="boom"):
+        run("part", Novelty, dies_at=6)
+    assert rows_of(run("part", Novelty, resume=True)) == whole
+    # What the state is for: an object that does not keep it gives other numbers, and the test would see them.
+    with pytest.raises(RewardError, match="boom"):
+        run("forgetful", Forgetful, dies_at=6)
+    assert rows_of(run("forgetful", Forgetful, resume=True)) != whole
+
+
+def test_a_step_that_is_made_again_finds_the_reward_s_state_as_it_was(made):
+    reward = Novelty()
+    trainer = made("run", reward=reward).prepare()
+    border = Border.of(trainer)
+    trainer.train()
+    assert reward.seen
+    border.return_to(trainer)
+    assert reward.seen == {} and float(reward.mean) == 0.0
 
 
 # ---------------------------------------------------------------------- Ctrl-C

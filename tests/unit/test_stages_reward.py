@@ -163,7 +163,7 @@ def test_dynamic_scaling_of_all_sources_models_too():
     out = stage.run(BATCH, context)
     assert out["rewards"].tolist() == [-0.5, 0.5]  # the model's -1, 1; the function's 1, -1 clipped
     assert out["reward.reward"].tolist() == [1.0, 3.0]
-    assert set(stage.state_dict()) == {"reward", "length"}
+    assert set(stage.state_dict()["scaling"]) == {"reward", "length"}
     assert stage.comparable
     other = RewardStage(models=["m"], functions=[length], scaling="dynamic", shaping={"length": {"clip": 0.5}})
     other.load_state_dict(stage.state_dict())
@@ -244,4 +244,4 @@ def test_a_resumed_run_goes_on_with_its_statistics_bit_for_bit(tmp_path):
     assert whole[-1]["step_rewards/steps"] > 1
     assert "reward/score/shaped" not in {k.removeprefix("eval/") for k in whole[-1] if k.startswith("eval/")}
     stage = resumed.graph.stages[1]
-    assert stage.state_dict()["score"]["count"] == 2 * 8  # evaluations taught it nothing
+    assert stage.state_dict()["scaling"]["score"]["count"] == 2 * 8  # evaluations taught it nothing
