@@ -263,8 +263,9 @@ class BatchSettings(Settings):
     microbatch_tokens: int | Literal["auto"] = 8192
     """Tokens in one forward and backward pass; auto: as many as memory has room for, found by running one. Changes memory and
     speed, never the gradient."""
-    activation_checkpointing: Literal["none", "selective", "full"] = "none"
-    """What the backward pass computes again instead of keeping it: MLPs (selective) or whole layers (full)."""
+    activation_checkpointing: Literal["none", "selective", "full", "offload"] = "none"
+    """What the backward pass computes again instead of keeping it: MLPs (selective) or whole layers (full), whose inputs can
+    wait in the CPU's memory (offload)."""
 
     @field_validator("microbatch_tokens")
     @classmethod

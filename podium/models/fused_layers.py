@@ -8,12 +8,12 @@ own objects; q, k and v (and gate and up) become views of one tensor each, as fo
 from __future__ import annotations
 
 import weakref
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from podium.models.attention import AttentionContext
@@ -21,7 +21,7 @@ from podium.models.fused import _Asked as Asked
 from podium.models.fused import can_fuse
 from podium.models.layer_ops import AddNorm, GatedMLP, NormLinear, Rotate
 from podium.models.low_rank import AdaptedLinear, adapters_of
-from podium.models.recompute import Recompute
+from podium.models.recompute import WHOLE_LAYERS, Recompute, again
 
 _asked: weakref.WeakKeyDictionary[nn.Module, Asked] = weakref.WeakKeyDictionary()
 
@@ -48,12 +48,10 @@ def fused_hidden_states(
     x = F.embedding(ids, base.embed_tokens.weight)
     cosine, sine = (a[0].contiguous() for a in base.rotary_emb(x, positions[None]))
     delta: Tensor | None = None
+    whole = recompute in WHOLE_LAYERS and torch.is_grad_enabled()
     for layer in base.layers:
-        run = (layer, x, delta, cosine, sine, context, asked, recompute)
-        if recompute == "full" and torch.is_grad_enabled():
-            x, delta = checkpoint(_layer, *run, use_reentrant=False, preserve_rng_state=False)
-        else:
-            x, delta = _layer(*run)
+        run = partial(_layer, layer, cosine=cosine, sine=sine, context=context, asked=asked, recompute=recompute)
+        x, delta = again(run, x, delta, recompute=recompute) if whole else run(x, delta)
     return AddNorm.apply(x, delta, base.norm.weight, base.norm.variance_epsilon)
 
 
@@ -61,6 +59,7 @@ def _layer(
     layer: Any,
     x: Tensor,
     delta: Tensor | None,
+    *,
     cosine: Tensor,
     sine: Tensor,
     context: AttentionContext,

@@ -198,6 +198,8 @@ class RewardModel(nn.Module):
         self.tokenizer: PreTrainedTokenizerBase | None = None
         """The model's own tokenizer, where it is known; None: the policy's."""
         self.model = without_dropout(model)
+        self.recompute: Recompute = "none"
+        """What the backward pass computes again, to save memory."""
         self._whole = False
         try:
             self.packs = packs(model, verify_score)
@@ -270,7 +272,7 @@ class RewardModel(nn.Module):
         if self._whole:
             scores = padded_logits(self.model, packed, token_types=self._has_token_types()).float()
         else:
-            hidden = hidden_states(base_of(self.model), packed, packed.last_index, packs=self.packs)
+            hidden = hidden_states(base_of(self.model), packed, packed.last_index, packs=self.packs, recompute=self.recompute)
             scores = self.model.score(hidden.to(self.model.score.weight.dtype)).float()
         return {"scores": scores.squeeze(-1) if self.heads == 1 else scores}
 

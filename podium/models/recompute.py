@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-Recompute = Literal["none", "selective", "full"]
+Recompute = Literal["none", "selective", "full", "offload"]
 """none: only what is cheap (norms, activations), where Podium runs the layers. selective: the MLP's first products too, which
-are the larger part of what a layer keeps. full: whole layers, of which only the input is kept. A model that runs its own
-code knows `none` and `full`; there `selective` is `full`.
+are the larger part of what a layer keeps. full: whole layers, of which only the input is kept. offload: as full, and those
+inputs wait in the CPU's memory. In a model that runs its own code `selective` is `full`.
 """
+
+WHOLE_LAYERS = ("full", "offload")
+
+
+def again(function: Callable[..., Any], *arguments: Any, recompute: Recompute = "full") -> Any:
+    """`function(*arguments)`, of which the arguments alone are kept for the backward pass, and the rest computed again."""
+    kept = save_on_cpu(pin_memory=torch.cuda.is_available()) if recompute == "offload" else nullcontext()
+    with kept:
+        return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
 
 
 @contextmanager
@@ -29,7 +39,7 @@ def recomputing(base: PreTrainedModel, recompute: Recompute) -> Iterator[None]:
     for layer in layers:
         # Only the layer's own flag: it is what the library asks; the modules inside stay as they are.
         layer.gradient_checkpointing = layer.training = True
-        layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+        layer._gradient_checkpointing_func = partial(again, recompute=recompute)
     try:
         yield
     finally:

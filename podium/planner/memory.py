@@ -45,7 +45,7 @@ class RoleSpec:
         shares: the role whose weights it computes with; "" has its own.
         offload: masters and moments are in the host's memory.
         moment_bytes: of the optimizer's two moments, for a weight.
-        recompute: "none", "selective", "full".
+        recompute: "none", "selective", "full", "offload".
         cuda: the device is a GPU.
         single: the engine of one device: nothing is cut.
     """
@@ -180,9 +180,18 @@ class RoleSpec:
     def per_token(self) -> float:
         """What all layers keep of one token for the backward pass."""
         shape, b = self.shape, self.itemsize
+        if self.recompute == "offload":
+            return 0.0  # a layer's inputs are there while it runs
         if self.recompute == "full" or (self.recompute == "selective" and not self.fused):
             return shape.layers * (2 if self.fused else 1) * shape.hidden * b
         return shape.layers * self._layer_per_token
+
+    @property
+    def host_per_token(self) -> float:
+        """What waits in the host's memory of one token: the inputs of all layers."""
+        if self.recompute != "offload" or not self.trains or not self.cuda:
+            return 0.0
+        return self.shape.layers * (2 if self.fused else 1) * self.shape.hidden * self.itemsize
 
     @property
     def _layer_per_token(self) -> float:
@@ -217,7 +226,7 @@ class RoleSpec:
         """One layer's backward pass: gradients of gate, up and the activation, of the stream; then of its weights."""
         shape, b, t = self.shape, self.itemsize, self.tensor
         of_weights = (4 + b) * (shape.in_layers / shape.layers) / t / 2 if self.full else 0.0
-        kept_again = self._layer_per_token if self.recompute == "full" else 2 * b * shape.ff / t
+        kept_again = self._layer_per_token if self.recompute in ("full", "offload") else 2 * b * shape.ff / t
         again = kept_again if self.recompute != "none" else 0.0
         return tokens * (b * (4 * shape.ff / t + 4 * shape.hidden) + again) + of_weights / shape.layers
 

@@ -325,7 +325,9 @@ def _host_and_disk(plan: Plan, settings: RecipeSettings, placed: Sequence[Placed
     busiest: dict[str, float] = {}
     for pool, spots in zip(plan.pools, placed, strict=True):
         load = max((role.itemsize * role.shape.total for role in pool.roles), default=0.0)
+        tokens = settings.batch.planned_microbatch_tokens
         offloaded = sum(role.on_host for role in pool.roles)
+        offloaded += max((role.host_per_token * tokens for role in pool.roles), default=0.0)
         for spot in spots.places:
             # On a CPU the models themselves are in this memory.
             models = pool.peak.total if pool.device.is_cpu else load

@@ -62,7 +62,7 @@ def forward_seconds(spec: RoleSpec, device: Device, work: Work) -> float:
 
 def update_seconds(spec: RoleSpec, device: Device, work: Work, *, same_node: bool = True) -> float:
     """Forward and backward passes, the optimizer, and the gradients' way between replicas."""
-    factor = 4.0 if spec.recompute == "full" else 3.0
+    factor = 4.0 if spec.recompute in ("full", "offload") else 3.0
     if spec.lora:
         factor -= 0.9  # no gradient of the frozen weights
     passes = work.passes * factor * forward_seconds(spec, device, work)

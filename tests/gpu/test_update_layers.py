@@ -31,7 +31,7 @@ def _rows() -> Batch:
     return Batch({"prompt_ids": [prompts[i] for i in (0, 0, 0, 1, 1, 2, 0, 1)], "response_ids": responses})
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full", "offload"])
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
 def test_hidden_states_and_gradients_equal_the_models_own_code(family: str, recompute: str) -> None:
     model = ActorModel(tiny_model(family).cuda())
@@ -70,7 +70,7 @@ def test_bf16_is_as_near_to_fp32_as_the_models_own_code(shared: bool) -> None:
 
 
 @pytest.mark.parametrize("targets", ["all-linear", ("q_proj", "v_proj")])
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full", "offload"])
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
 def test_adapters_have_the_gradients_of_pefts_own_layers(family: str, recompute: str, targets: object) -> None:
     model = _adapted(family, torch.float32, targets)

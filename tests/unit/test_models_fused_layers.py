@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd.graph import save_on_cpu
 from transformers import PreTrainedModel
 
 from podium.algorithms.losses import LOSSES
@@ -41,7 +44,7 @@ def _same(got: list[Tensor], want: list[Tensor]) -> None:
         assert float((a - b).norm() / b.norm().clamp(min=1e-9)) < 1e-5
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full", "offload"])
 @pytest.mark.parametrize("family", FUSED)
 def test_fused_layers_equal_the_models_own_code(family: str, recompute: Recompute) -> None:
     base = base_of(ActorModel(tiny_model(family)).model)
@@ -72,6 +75,34 @@ def test_a_models_own_code_recomputes_to_the_same(family: str) -> None:
     assert run.context.calls == 2 * calls  # type: ignore[attr-defined]
     assert not base.training
     assert not any(getattr(m, "gradient_checkpointing", False) for m in base.modules())
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_with_offload_only_the_layers_inputs_are_kept_and_on_the_cpu(fused: bool) -> None:
+    """The same bits as `full`; each layer's input (fused: and what is yet to be added) goes to the CPU, nothing else."""
+    base, packed = base_of(ActorModel(tiny_model("llama")).model), pack(ROWS)
+    moved: list[tuple[int, ...]] = []
+
+    class Watched(save_on_cpu):
+        def __init__(self, pin_memory: bool) -> None:
+            super().__init__(pin_memory)
+            pack_it = self.pack_hook
+            self.pack_hook = lambda tensor: (moved.append(tuple(tensor.shape)), pack_it(tensor))[1]
+
+    results = []
+    for recompute in ("full", "offload"):
+
+        def run(context: PackedAttention, ids: Tensor, positions: Tensor, recompute: Any = recompute) -> Tensor:
+            if fused:
+                return fused_hidden_states(base, ids, positions, context, recompute)
+            with recomputing(base, recompute):
+                return run_base(base, ids, positions, context)
+
+        with patch("podium.models.recompute.save_on_cpu", Watched):
+            results.append(_hidden_and_gradients(base, run))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    size = len(packed.ids) * 64
+    assert [math.prod(shape) for shape in moved] == [size] * (3 if fused else 2)  # the first has nothing to be added
 
 
 EVERY = {**CASES, "preference": (actor, LOSSES["preference"]()), "gspo": (actor, LOSSES["policy"](objective="gspo"))}
