@@ -71,7 +71,9 @@ def _in_fp32_on_gpu(plan: Plan) -> bool:
 
 
 def _smaller_microbatches(settings: RecipeSettings, sizes: Sizes) -> Iterator[str]:
-    """Halved, down to one sequence of full length."""
+    """Halved, down to one sequence of full length; `auto` has tried them."""
+    if settings.batch.microbatch_tokens == "auto":
+        return
     least, tokens = sizes.prompt + sizes.response, settings.batch.planned_microbatch_tokens
     while tokens > least:
         tokens = max(least, tokens // 2)

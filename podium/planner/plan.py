@@ -118,6 +118,8 @@ def plan_run(settings: RecipeSettings, needs: Needs, cluster: Cluster, sizes: Si
         ModelError: a model's config cannot be read.
     """
     sizes = sizes or Sizes.of(settings)
+    if settings.batch.microbatch_tokens == "auto" and cluster.devices and settings.run.device != "cpu":
+        return _with_measured_budget(settings, needs, cluster, sizes)
     placed = _placed(settings, needs, cluster)
     made = [_pool(settings, needs, cluster, each, sizes) for each in placed]
     pools = [pool for pool, _ in made]
@@ -142,6 +144,20 @@ def plan_run(settings: RecipeSettings, needs: Needs, cluster: Cluster, sizes: Si
             "executor.kind=local plays on one device; the pools above need executor.kind=ray, or spmd under torchrun"
         )
     return plan
+
+
+def _with_measured_budget(settings: RecipeSettings, needs: Needs, cluster: Cluster, sizes: Sizes) -> Plan:
+    """The plan for the most tokens in a pass that fit: `auto` finds about as many by running one (`engines.train.budget`)."""
+    from podium.engines.train.budget import LEAST, MOST
+
+    tokens = MOST
+    while True:
+        batch = settings.batch.model_copy(update={"microbatch_tokens": tokens})
+        plan = plan_run(settings.model_copy(update={"batch": batch}), needs, cluster, sizes)
+        if plan.fits or tokens <= LEAST:
+            plan.notes.append(f"batch.microbatch_tokens=auto is measured in the run; planned here with {tokens:,}")
+            return plan
+        tokens //= 2
 
 
 # ------------------------------------------------------------------ pools

@@ -335,6 +335,21 @@ def test_the_smallest_change_comes_first(folder: Path) -> None:
     assert not nothing.fits and nothing.change is None
 
 
+def test_an_automatic_budget_is_planned_with_what_fits(folder: Path) -> None:
+    size = "{nodes: 1, devices_per_node: 1, device: big, memory_gb: %s, flops: 7.0e+14, bandwidth: 4.0e+12}"
+    found = []
+    for memory in (168, 260):
+        plan = planned(size % memory, "batch.microbatch_tokens=auto")
+        assert plan.fits
+        note = next(note for note in plan.notes if "auto" in note)
+        found.append(int(note.split()[-1].replace(",", "")))
+        assert planned(size % memory, f"batch.microbatch_tokens={found[-1]}").fits
+        assert not planned(size % memory, f"batch.microbatch_tokens={2 * found[-1]}").fits or found[-1] == 131_072
+    assert found[0] < found[1]
+    none = planned("{nodes: 1, devices_per_node: 1, device: A100}", "batch.microbatch_tokens=auto")
+    assert not none.fits and not any("microbatch_tokens" in change for change in none.change)
+
+
 def test_thousands_of_devices(folder: Path) -> None:
     pool = (
         "resource_pool={actor: {nodes: 256, gpus_per_node: 8, parallel: {shard: 64}}, reference: {nodes: 2, gpus_per_node: 8}}"
