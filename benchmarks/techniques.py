@@ -50,15 +50,16 @@ def recompute(kind: str) -> Switch:
 
 
 def optimizer(make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer]) -> Switch:
-    """Another update rule over the same masters; its moments begin anew."""
+    """Another update rule over the same masters; moments begin anew before and after."""
 
     @contextmanager
     def switch(engine: Any) -> Iterator[None]:
-        engine._optimizer._adamw.state.clear()
+        before = engine._optimizer._adamw
+        before.state.clear()
         engine._optimizer._adamw = make(_groups(engine))
         yield
         engine._optimizer._adamw.state.clear()
-        engine._optimizer._adamw = torch.optim.AdamW(_groups(engine), lr=1e-6, fused=True)
+        engine._optimizer._adamw = before
 
     return switch
 

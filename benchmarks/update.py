@@ -236,7 +236,7 @@ ENGINE_PARTS: dict[str, Callable[[Run, SingleDeviceEngine], Any]] = {
     "shared": shared_prompts,
     "long": long_row,
     "profile": profile,
-    "techniques": techniques.table,  # last: it leaves the engine with another optimizer
+    "techniques": techniques.table,
 }
 
 

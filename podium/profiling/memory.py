@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from podium.engines.train.optim import MasterAdamW
+
 
 @dataclass
 class Holding:
@@ -36,9 +38,9 @@ class Standing:
         self._add("weights", role, (*model.parameters(), *model.buffers()))
         if optimizer is None:
             return
-        state = optimizer.state_dict()
-        self._add("fp32 masters", role, _tensors(state.get("masters")))
-        self._add("AdamW's moments", role, _tensors(state.get("moments")))
+        # A checkpoint leaves out masters that equal the weights; here it counts what is there. Both are seen once.
+        self._add("fp32 masters", role, getattr(optimizer, "_masters", {}).values())
+        self._add("AdamW's moments", role, _tensors(optimizer.state_dict().get("moments")))
 
     def _add(self, owner: str, role: str, tensors: Iterable[Tensor]) -> None:
         here = elsewhere = 0
@@ -71,16 +73,19 @@ def _tensors(state: Any) -> Iterator[Tensor]:
 
 
 def gradients_of(optimizer: Any) -> tuple[int, int] | None:
-    """Bytes of the gradients that an optimizer is about to use: all, and those of parameters that are their own masters.
+    """Bytes of the gradients that an optimizer is about to use: all, and those that this update allocated.
 
     None for an optimizer that does not show them.
     """
-    masters = getattr(optimizer, "_masters", None)
-    if not isinstance(masters, dict):
+    if not isinstance(optimizer, MasterAdamW):
         return None
-    parameters = getattr(optimizer, "_parameters", {})
-    sizes = {name: m.grad.nbytes for name, m in masters.items() if getattr(m, "grad", None) is not None}
-    return sum(sizes.values()), sum(n for name, n in sizes.items() if masters[name] is parameters.get(name))
+    gradients = optimizer._gradients()
+    total = sum(grad.nbytes for grad in gradients)
+    if type(optimizer) is not MasterAdamW or not gradients or gradients[0].device.type != "cpu":
+        return total, total
+    # On a CPU the sum of a 16-bit parameter's gradients is kept from update to update.
+    kept = {id(m) for name, m in optimizer._masters.items() if m is not optimizer._parameters[name]}
+    return total, total - sum(m.grad.nbytes for m in optimizer._masters.values() if id(m) in kept and m.grad is not None)
 
 
 def largest_rise(recorded: Any) -> int:

@@ -15,6 +15,9 @@ from torch import nn
 from podium.cli.main import main
 from podium.core.batch import Batch
 from podium.core.errors import ConfigError
+from podium.core.settings import OptimizerSettings
+from podium.engines.train.offload import OffloadedAdamW
+from podium.engines.train.optim import MasterAdamW
 from podium.models.heads import ActorModel
 from podium.profiling.flops import ModelCost, Rows
 from podium.profiling.kernels import by_kind, kernel_times
@@ -86,12 +89,13 @@ def test_storage_that_roles_share_counts_once():
     assert standing.total == 400
 
 
-def test_gradients_of_masters_and_of_parameters_that_are_their_own():
-    low, own = torch.zeros(4, dtype=torch.bfloat16), torch.zeros(3)
-    master = torch.zeros(4)
-    master.grad, own.grad = torch.ones(4), torch.ones(3)
-    optimizer = SimpleNamespace(_masters={"a": master, "b": own}, _parameters={"a": low, "b": own})
-    assert gradients_of(optimizer) == (16 + 12, 12)
+@pytest.mark.parametrize(("kind", "fresh"), [(MasterAdamW, 12), (OffloadedAdamW, 28)])
+def test_gradients_that_an_update_allocates(kind: type[MasterAdamW], fresh: int):
+    """On a CPU the sum of a 16-bit parameter's gradients is kept; an fp32 parameter's own gradient is new each time."""
+    low, own = nn.Parameter(torch.zeros(4, dtype=torch.bfloat16)), nn.Parameter(torch.zeros(3))
+    optimizer = kind([("low", low), ("own", own)], OptimizerSettings())
+    optimizer.backward(low.float().sum() + own.sum())
+    assert gradients_of(optimizer) == (16 + 12, fresh)
     assert gradients_of(SimpleNamespace()) is None
 
 
@@ -199,6 +203,13 @@ def test_several_roles_and_16_bits():
     assert {"values", "update_critic"} <= {s.name for s in profile.stages if s.flops}
 
 
+def test_an_optimizer_in_the_host_s_memory():
+    """On a CPU both are one; but the second copy of the weights shows."""
+    profile = profile_run(trainer_of(optimizer={"offload": True}), steps=1, warmup=0)
+    held = {h.owner: h.bytes for h in profile.memory}
+    assert held["fp32 masters"] == held["gradients"] == pytest.approx(held["weights"], rel=0.01)
+
+
 def test_other_processes_are_refused():
     trainer = SimpleNamespace(settings=SimpleNamespace(executor=SimpleNamespace(kind="ray")))
     with pytest.raises(ConfigError, match="is ray, and a profile"):
@@ -238,11 +249,19 @@ def test_the_command_on_the_quick_start_s_recipe(quickstart: list[str], capsys: 
     assert (folder / "profile.png").is_file() and (folder / "settings.yaml").is_file()
     written = json.loads((folder / "profile.json").read_text())
     assert written["device"] == "cpu" and len(written["all_step_seconds"]) == 1
-    # The folder stands for its settings, as a run's does; nothing is resumed from it.
-    assert podium("profile", str(folder), "--steps", "1", "--warmup", "0", "--json") == 0
+    assert podium("train", "--resume") == 2  # nothing is resumed from it
+
+
+def test_a_folder_stands_for_its_settings_and_json_is_all_of_stdout(
+    grpo: tuple[Any, Profile], quickstart: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("podium.profiling.run.profile_run", lambda trainer, **given: grpo[1])
+    assert podium(*quickstart, "run.folder=elsewhere") == 0
+    (folder,) = Path("elsewhere").iterdir()
+    capsys.readouterr()
+    assert podium("profile", str(folder), "--json") == 0
     plain = json.loads(capsys.readouterr().out)
-    assert plain["folder"] != str(folder) and plain["mfu"] > 0
-    assert podium("train", "--resume") == 2
+    assert Path(plain["folder"]).parent == folder.parent and plain["folder"] != str(folder) and plain["mfu"] > 0
 
 
 def test_what_the_command_refuses(quickstart: list[str], capsys: pytest.CaptureFixture[str]):
