@@ -22,6 +22,9 @@ def _request(rng: random.Random, prompts: list[tuple[int, ...]]) -> Request:
     sampling = SamplingParams(
         max_new_tokens=rng.choice([1, 2, 5, 9, 20]),
         temperature=rng.choice([0.0, 1.0, 1.0, 0.8]),
+        top_k=rng.choice([0, 0, 0, 7]),
+        top_p=rng.choice([1.0, 1.0, 1.0, 0.8]),
+        bad_words=("The", "is two") if rng.random() < 0.05 else (),
         stop=rng.choice([(), (), (), ("e",)]),
         stop_token_ids=tuple(rng.sample(range(5, VOCAB_SIZE), rng.choice([0, 3, 5, 30]))),
     )

@@ -265,12 +265,7 @@ class NativeEngine:
         # The difference of a number with itself is 0 only where it is finite.
         bad = next((i for i, value in enumerate(log_probs) if value - value != 0), None)
         if bad is not None:
-            sequence = rows[bad]
-            raise RolloutError(
-                f"the model's logits for request {sequence.id} at response position {len(sequence.tokens)} are not finite "
-                "(NaN, +inf, or all -inf)",
-                remedy="look for NaN in the weights (a too high learning rate?), or use float32",
-            )
+            raise not_finite(rows[bad])
 
     def _advance(self, first: int, tokens: list[int], log_probs: list[float]) -> list[Trajectory]:
         """Gives the running sequences from slot `first` on their tokens; takes out those that end."""
@@ -309,6 +304,15 @@ class NativeEngine:
         """Prompts kept for siblings go when none waits any more."""
         for prefix in [p for p in self._prefixes if not self._scheduler.waits_for(p)]:
             del self._prefixes[prefix]
+
+
+def not_finite(sequence: Sequence) -> RolloutError:
+    """The error for a sequence whose next token has no finite log-prob."""
+    return RolloutError(
+        f"the model's logits for request {sequence.id} at response position {len(sequence.tokens)} are not finite "
+        "(NaN, +inf, or all -inf)",
+        remedy="look for NaN in the weights (a too high learning rate?), or use float32",
+    )
 
 
 def check_in_place(model: PreTrainedModel, before: dict[str, Place]) -> None:

@@ -54,6 +54,8 @@ class PagedCache:
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copies whole pages."""
         assert self.pages is not None
+        if not sources:
+            return
         self.pages[to_device(np.array(targets), self.anchor.device)] = self.pages[
             to_device(np.array(sources), self.anchor.device)
         ]

@@ -24,18 +24,18 @@ import numpy as np
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from podium.core.errors import RolloutError
 from podium.engines.base import Request, Trajectory
-from podium.engines.rollout.native.engine import Counters, check_in_place, generating
+from podium.engines.rollout.native.engine import Counters, check_in_place, generating, not_finite
 from podium.engines.rollout.native.graphs import DecodeStep, Shape, bucket_of, splits_of
 from podium.engines.rollout.native.looks import Draws, Look, draw
 from podium.engines.rollout.native.memory import cache_pages
 from podium.engines.rollout.native.paged_cache import RowState, to_device
 from podium.engines.rollout.native.paged_scheduler import PagedScheduler, Row, Start
 from podium.engines.rollout.native.pages import PagePool
-from podium.engines.rollout.native.passes import DecodePass, FusedForward, MixedPass, PrefillPass, passes_of
-from podium.engines.rollout.native.prepare import cache_for, check, forward_for, operations, queries_of_a_key
-from podium.engines.rollout.native.scheduler import STOPS, Sequence
+from podium.engines.rollout.native.passes import DecodePass, FusedForward, MixedPass, PrefillPass, copies_of, passes_of
+from podium.engines.rollout.native.prepare import cache_for, check, check_options, forward_for, operations, queries_of_a_key
+from podium.engines.rollout.native.rows import follows, set_biases, set_row
+from podium.engines.rollout.native.scheduler import Sequence
 from podium.engines.rollout.native.sharing import SharingPlan, Tiles
 from podium.engines.rollout.requests import Limits
 from podium.engines.rollout.steering import Steering
@@ -84,15 +84,7 @@ class PagedEngine:
         graphs: bool = True,
         fused: bool = True,
     ) -> None:
-        for name, value in (
-            ("max_concurrent", max_concurrent),
-            ("prefill_tokens", prefill_tokens),
-            ("steps_per_look", steps_per_look),
-        ):
-            if value < 1:
-                raise RolloutError(f"{name}={value} must be at least 1")
-        if page_size < 1 or page_size & (page_size - 1):
-            raise RolloutError(f"page_size={page_size} must be a power of two")
+        check_options(page_size, max_concurrent=max_concurrent, prefill_tokens=prefill_tokens, steps_per_look=steps_per_look)
         self.model, self.tokenizer = model, tokenizer
         self.base, self.head = base_of(model), lm_head_of(model)
         self.device = self.base.device
@@ -248,7 +240,8 @@ class PagedEngine:
             slots.append(list(range(slot, slot + len(start.rows))))
             slot += len(start.rows)
             for at, row in zip(slots[-1], start.rows, strict=True):
-                self._set_row(at, row)
+                set_row(self.state, at, row)
+                self._page_row(at, row)
         self.state.upload(slot)
         self._show_pages()
         running = slots[0][0]
@@ -264,7 +257,7 @@ class PagedEngine:
     def _forward_with(self, running: int, step: PrefillPass) -> Tensor:
         """The pass's last hidden states; where it pays, the first `running` rows are decoded by a token along with it."""
         rows = self._scheduler.rows[:running]
-        going_on = any(row.reach < row.sequence.most for row in rows) and not any(_follows(row) for row in rows)
+        going_on = any(row.reach < row.sequence.most for row in rows) and not any(follows(row) for row in rows)
         if not (isinstance(self._forward, FusedForward) and going_on and self._scheduler.lacking(1) <= 0):
             return self._forward(step)
         if self._scheduler.grow(1, self._page_row):
@@ -288,15 +281,7 @@ class PagedEngine:
 
     def _first_tokens(self, hidden: Tensor, starts: list[Start], slots: list[list[int]]) -> None:
         """Draws the first token of every row of these starts from each start's last hidden state `[S, hidden]`."""
-        size = self._cache.page_size
-        copies = [
-            (start.rows[0].pages[len(start.text) // size], row.pages[len(start.text) // size])
-            for start in starts
-            if len(start.text) % size
-            for row in start.rows[1:]
-        ]
-        if copies:
-            self._cache.copy([a for a, _ in copies], [b for _, b in copies])
+        self._cache.copy(*copies_of(starts, self._cache.page_size))
         for at in range(0, len(starts), _LOGITS_ROWS):
             part, places = starts[at : at + _LOGITS_ROWS], slots[at : at + _LOGITS_ROWS]
             rows = [row for start in part for row in start.rows]
@@ -306,15 +291,6 @@ class PagedEngine:
             logits = self.head.logits(hidden[at : at + _LOGITS_ROWS])
             draw(self._ops, logits, to_device(which, self.device), on_device, self.state, Draws.of(rows))
             self._looks.append(Look.at(self.state, rows, 1, on_device, self.policy_version))
-
-    def _set_row(self, slot: int, row: Row) -> None:
-        request, s = row.sequence.request, row.sequence.request.sampling
-        stops = () if row.sequence.watched else sorted(row.sequence.rule.end_ids)[:STOPS]
-        draws = (s.temperature, s.top_k, s.top_p, s.min_p)
-        self.state.set_row(slot, row.sequence.most, len(request.prompt_ids), request.seed, draws, stops)
-        if row.sequence.steering is not None:
-            self.state.set_bias(slot, row.sequence.steering.at(row.sequence.tokens))
-        self._page_row(slot, row)
 
     def _page_row(self, slot: int, row: Row) -> None:
         self.state.host_table[slot, : len(row.pages)] = row.pages
@@ -349,24 +325,21 @@ class PagedEngine:
         bucket = bucket_of(len(rows), self._scheduler.max_concurrent)
         shared = self._sharing.of(rows, pool, self._cache.kv_heads)
         splits = splits_of(bucket, self._cache.kv_heads, self._sharing.own_lengths(steps))
+        shape = Shape(bucket, splits, shared, Draws.of(rows))
         self._new_window()
         for _ in range(steps):
-            self._decode(Shape(bucket, splits, shared, Draws.of(rows)))
+            self._decode(shape)
         self.counters.decode_steps += steps
         self._looks.append(Look.at(self.state, rows, steps, self.state.all_slots[: len(rows)], self.policy_version))
         return True
 
     def _follow(self) -> bool:
-        """Brings biases up to date that depend on the tokens before (bad words of several); whether any row has such."""
-        if not any(_follows(row) for row in self._scheduler.rows):
+        """Brings biases up to date that depend on the tokens before; whether any row has such."""
+        if not any(follows(row) for row in self._scheduler.rows):
             return False
         self._read_all()
         self._settle()
-        rows = self._scheduler.rows
-        for slot, row in enumerate(rows):
-            if row.sequence.steering is not None and _follows(row):
-                self.state.set_bias(slot, row.sequence.steering.at(row.sequence.tokens))
-        self.state.upload_bias(len(rows))
+        set_biases(self.state, self._scheduler.rows)
         return True
 
     def _read_all(self) -> None:
@@ -389,13 +362,4 @@ class PagedEngine:
                 bad.append(row)
         if bad:
             self._scheduler.preempt(bad)
-            sequence = bad[0].sequence
-            raise RolloutError(
-                f"the model's logits for request {sequence.id} at response position {len(sequence.tokens)} are not finite "
-                "(NaN, +inf, or all -inf)",
-                remedy="look for NaN in the weights (a too high learning rate?), or use float32",
-            )
-
-
-def _follows(row: Row) -> bool:
-    return row.sequence.steering is not None and row.sequence.steering.follows
+            raise not_finite(bad[0].sequence)

@@ -59,6 +59,17 @@ def passes_of(starts: list[Start], tokens: int) -> Iterator[tuple[list[tuple[int
         yield pieces, final
 
 
+def copies_of(starts: list[Start], size: int) -> tuple[list[int], list[int]]:
+    """Pages to copy, from and to: the last one of a text, where it is not full, is each row's own."""
+    pairs = [
+        (start.rows[0].pages[len(start.text) // size], row.pages[len(start.text) // size])
+        for start in starts
+        if len(start.text) % size
+        for row in start.rows[1:]
+    ]
+    return [source for source, _ in pairs], [target for _, target in pairs]
+
+
 class DecodePass:
     """One new token for each of the first `rows` rows of the state. Nothing here asks the device for a number."""
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from podium.core.errors import ModelError
+from podium.core.errors import ModelError, RolloutError
 from podium.engines.rollout.native.paged_cache import PagedCache, RowState
 from podium.engines.rollout.native.passes import FusedForward, ModuleForward, Piece, PrefillPass
 from podium.models.divided import TensorRanks, tensor_ranks_of
@@ -21,6 +21,15 @@ from podium.models.packed import Packed
 _log = logging.getLogger(__name__)
 
 Forward = FusedForward | ModuleForward
+
+
+def check_options(page_size: int, **counts: int) -> None:
+    """Raises RolloutError for an option out of range."""
+    for name, value in counts.items():
+        if value < 1:
+            raise RolloutError(f"{name}={value} must be at least 1")
+    if page_size < 1 or page_size & (page_size - 1):
+        raise RolloutError(f"page_size={page_size} must be a power of two")
 
 
 def operations(device: torch.device, ranks: TensorRanks | None = None) -> Any:
