@@ -9,7 +9,7 @@ Every run is a process of its own, forked from one that has imported everything 
 tiny run). A run gets faults until it has made all its steps; a fault that comes after the last one is drawn, but does not count
 among the 100. Then the run is compared with the one that nothing happened to:
 
-  metrics   every logged number but times, bit for bit (fp32, one thread)
+  metrics   every logged number but times and memory, bit for bit (fp32, one thread)
   samples   every step's prompts and responses: no row is skipped or repeated
   state     the checksum of every file of the last checkpoint but the settings' (weights, moments, generators, data position)
 
@@ -324,7 +324,7 @@ def make_trainer(work: Path, algorithm: str, model: Path) -> Any:
 def outcome(run: Path) -> dict[str, Any]:
     """What two runs are compared by."""
     lines = (run / "metrics.jsonl").read_text().splitlines()
-    timed = ("time", "speed")
+    timed = ("time", "speed", "memory")
     metrics = [{k: v for k, v in json.loads(line).items() if not k.startswith(timed)} for line in lines]
     samples = {p.name: p.read_text() for p in sorted((run / "samples").glob("*.jsonl"))}
     last = sorted((run / "checkpoints").glob("step_*"))[-1]

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 
 from podium.doctor.facts import LAST, Facts, Finding, read_run
+from podium.doctor.growth import leaks
 from podium.doctor.stops import errors, hangs, silence
 
 __all__ = ["Facts", "Finding", "examine", "read_run"]
@@ -224,6 +225,7 @@ CHECKS: tuple[Check, ...] = (
     lengths,
     gradients,
     memory,
+    leaks,
     bounds,
 )
 

@@ -22,6 +22,7 @@ from podium.stages.base import StepContext
 from podium.stages.watch import alarms
 from podium.trainer import state
 from podium.trainer.interrupt import InterruptGuard, StopRequested
+from podium.trainer.memory import MemoryWatch
 from podium.trainer.waits import StageWatch, run_deadlines
 
 if TYPE_CHECKING:
@@ -69,7 +70,8 @@ class Loop:
         self.settings = trainer.settings
         local = isinstance(trainer.executor, LocalExecutor)
         self.deadlines = run_deadlines(self.settings.deadlines, run.reports, progress.note, self._facts, local=local)
-        self.watch = StageWatch(self.deadlines)
+        self.memory = MemoryWatch()
+        self.watch = StageWatch(self.deadlines, self.memory)
         self.guard = InterruptGuard(progress.note, alone=not trainer.replicated, waits_for=self.deadlines.current)
         self.saver = BackgroundSaver(store, background=self.settings.checkpoint.background)
         self._said_nothing_learned = False
@@ -167,6 +169,7 @@ class Loop:
         context.metrics.add("time/step", seconds)
         context.metrics.add("speed/tokens_per_second", tokens / seconds)
         context.metrics.add("data/epoch", trainer.loader.epoch)
+        self.memory.step_done(context.metrics)
         trainer.step += 1
         trainer.record.metrics = context.metrics.means()
         if trainer.record.metrics.get("advantages/abs") == 0.0 and not self._said_nothing_learned:

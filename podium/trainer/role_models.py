@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from podium.models.heads import ActorModel, CriticModel, RewardModel, load_rewar
 from podium.models.lm_head import base_of
 from podium.models.loading import load_causal_lm, load_config
 from podium.models.own import BaseParallelModel, OwnActor
+from podium.models.parts import base_in_parts, causal_lm_in_parts
 from podium.models.wrapper import unwrapped
 
 
@@ -27,10 +29,13 @@ class RoleModels:
         settings: the run's settings.
         given: models that stages or the caller gave, by role; others are loaded from `settings.model`.
         device: torch device of this run.
+        in_parts: roles that are cut over workers: of their models each worker reads its own part, where it can.
     """
 
-    def __init__(self, settings: RecipeSettings, given: dict[str, Any], device: str) -> None:
-        self.settings, self.given, self.device = settings, given, device
+    def __init__(
+        self, settings: RecipeSettings, given: dict[str, Any], device: str, in_parts: Callable[[str], bool] = lambda _: False
+    ) -> None:
+        self.settings, self.given, self.device, self._in_parts = settings, given, device, in_parts
         self._actor: Any = None
 
     # ------------------------------------------------------------------ one role each
@@ -67,7 +72,7 @@ class RoleModels:
         elif self._one_base(actor_trains):
             model = CriticModel.from_causal_lm(sharing_copy(self.actor(trains=actor_trains)))
         elif self.actor_is_path():
-            model = CriticModel.from_pretrained(self.actor_path(), **self._loading())
+            model = self._new_critic(role)
         else:
             model = CriticModel.from_causal_lm(copy.deepcopy(self._transformers_actor(role)))
         if trains:
@@ -115,7 +120,18 @@ class RoleModels:
         path = given or path
         if not path:
             raise ConfigError("'model.path' must be set", where=role, remedy="give a model folder, hub name or GGUF file")
-        return load_causal_lm(path, **(self._plain_loading() if role == "teacher" else self._loading()))
+        options = self._plain_loading() if role == "teacher" else self._loading()
+        model = causal_lm_in_parts(path, **options) if self._in_parts(role) else None
+        return load_causal_lm(path, **options) if model is None else model
+
+    def _new_critic(self, role: str) -> CriticModel:
+        """A new value head on the actor's starting weights."""
+        model = causal_lm_in_parts(self.actor_path(), **self._loading()) if self._in_parts(role) else None
+        if model is None:
+            return CriticModel.from_pretrained(self.actor_path(), **self._loading())
+        critic = CriticModel(base_in_parts(model))
+        critic.head.to(self.device)
+        return critic
 
     def config(self, role: str) -> Any:
         """The `transformers` config of a role's model, without its weights; None for a class of the user's own."""
@@ -174,7 +190,9 @@ class RoleModels:
     def _placed(self, model: Any) -> Any:
         """On this run's device. (A model that is there already may be one that refuses to be moved: a quantised one.)"""
         device = torch.device(self.device)
-        here = all(p.device.type == device.type and device.index in (None, p.device.index) for p in model.parameters())
+        here = all(
+            p.is_meta or (p.device.type == device.type and device.index in (None, p.device.index)) for p in model.parameters()
+        )
         return model if here else model.to(device)
 
     def _plain_loading(self) -> dict[str, Any]:

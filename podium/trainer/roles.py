@@ -20,10 +20,11 @@ from podium.core.seeding import derive_seed
 from podium.core.settings import OptimizerSettings, RecipeSettings, RolloutSettings
 from podium.engines.base import SamplingParams
 from podium.engines.rollout import create_rollout_engine
-from podium.engines.train import TRAIN_ENGINES, create_train_engine
+from podium.engines.train import TRAIN_ENGINES, ShardedEngine, create_train_engine
 from podium.engines.train.tensor_parallel import check_divides
 from podium.models.loading import load_tokenizer, quiet
 from podium.models.own import BaseParallelModel
+from podium.models.small import has_no_numbers
 from podium.stages.graph import StageGraph
 from podium.stages.update import UpdateStage
 from podium.trainer.role_models import RoleModels, as_policy
@@ -166,7 +167,7 @@ class Roles:
         if self.settings.run.threads:
             torch.set_num_threads(self.settings.run.threads)
         quiet()
-        self.models = RoleModels(self.settings, self.given, context.device)
+        self.models = RoleModels(self.settings, self.given, context.device, self._reads_parts)
 
     def _worker(self, role: str) -> Any:
         loss = self.needs.losses.get(role)
@@ -190,7 +191,7 @@ class Roles:
 
         model = self.models.actor(trains=self._actor_trains)
         settings = self._rollout()
-        if generates and self.pool.rollout_tensor > 1:
+        if generates and (self.pool.rollout_tensor > 1 or has_no_numbers(model)):
             return self._dividing_actor(model, loss)
         # Sharded weights cannot generate as they are: each rank generates from whole ones, which every update hands over.
         ranks = self.context.ranks
@@ -206,7 +207,7 @@ class Roles:
         return worker
 
     def _dividing_actor(self, model: Any, loss: Loss | None) -> Any:
-        """The actor whose workers have copies of the model between them while they generate."""
+        """The actor whose workers have copies of the model between them while they generate (or, read in parts, one each)."""
         from podium.engines.rollout.divided import DividedModel
         from podium.hybrid.generation import DividedGeneration
         from podium.workers.actor import ActorWorker
@@ -299,6 +300,14 @@ class Roles:
                 remedy="give a number",
             )
         return create_train_engine(backend, model, context=self.context, **options)
+
+    def _reads_parts(self, role: str) -> bool:
+        """Whether the role's weights are cut over its workers (so that none shall hold them all)."""
+        ranks, backend = self.context.ranks, self.backends.get(role, "single")
+        if backend == "single" and role not in self.needs.losses:  # see `_engine`
+            return False
+        engine = TRAIN_ENGINES.get("ddp" if backend == "single" else backend)
+        return ranks.shard * ranks.tensor > 1 and engine is ShardedEngine and self.settings.model.lora is None
 
     @property
     def _actor_trains(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from podium.controller.deadlines import Deadlines
 from podium.core.batch import Batch
 from podium.core.settings import DeadlineSettings
 from podium.stages.base import Stage
+from podium.trainer.memory import MemoryWatch
 
 Watch = Callable[[Stage, Batch], AbstractContextManager[None]]
 
@@ -43,14 +44,15 @@ def kind_of(stage: Stage) -> str:
 class StageWatch:
     """Puts each stage's run under its deadline, and knows which one ended last and how far the present one is."""
 
-    def __init__(self, deadlines: Deadlines) -> None:
-        self.deadlines = deadlines
+    def __init__(self, deadlines: Deadlines, memory: MemoryWatch) -> None:
+        self.deadlines, self.memory = deadlines, memory
         self.last_stage, self.progress = "", ""
 
     @contextmanager
     def __call__(self, stage: Stage, batch: Batch) -> Iterator[None]:
         self.progress = ""
-        with self.deadlines.waiting(kind_of(stage), f"stage '{stage.label}'", lambda: _samples(batch)):
+        waiting = self.deadlines.waiting(kind_of(stage), f"stage '{stage.label}'", lambda: _samples(batch))
+        with waiting, self.memory.inside(stage.label) if kind_of(stage) != "parts" else nullcontext():
             yield
         self.last_stage = stage.label
 

@@ -47,7 +47,7 @@ def trained(folder, **sections):
 
 def rows(result):
     lines = [json.loads(line) for line in (result.run_folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if "/" in k and not k.startswith(("time/", "speed/"))} for line in lines]
+    return [{k: v for k, v in line.items() if "/" in k and not k.startswith(("time/", "speed/", "memory/"))} for line in lines]
 
 
 @pytest.fixture(scope="module")

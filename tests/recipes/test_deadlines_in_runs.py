@@ -61,7 +61,7 @@ def made(model_folder, tmp_path):
 
 def rows_of(folder):
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if not k.startswith(("time", "speed"))} for row in rows]
+    return [{k: v for k, v in row.items() if not k.startswith(("time", "speed", "memory"))} for row in rows]
 
 
 @pytest.mark.parametrize("overrides", [(), ("sampling_rounds=2",)], ids=["reward", "dynamic sampling"])

@@ -82,7 +82,7 @@ def made(model_folder, tmp_path):
 def rows_of(folder):
     """The metrics that depend on what was computed, not on how long it took."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if not k.startswith(("time", "speed"))} for row in rows]
+    return [{k: v for k, v in row.items() if not k.startswith(("time", "speed", "memory"))} for row in rows]
 
 
 def saved(folder):

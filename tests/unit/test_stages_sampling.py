@@ -178,7 +178,7 @@ def one_token_parity(completions):
 
 def curve(result):
     rows = [json.loads(line) for line in (result.run_folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if not k.startswith(("time", "speed"))} for row in rows]
+    return [{k: v for k, v in row.items() if not k.startswith(("time", "speed", "memory"))} for row in rows]
 
 
 def test_dapo_resumes_exactly_where_extra_prompts_were_taken(tmp_path):
