@@ -123,8 +123,8 @@ def trainer_of(shape: Any, device: str, setting: Setting, folder: str) -> Iterat
         yield trainer
     finally:
         trainer.accelerator.free_memory()
-        trainer.model = trainer.model_wrapped = trainer.optimizer = None
-        del trainer, model
+        vars(trainer).clear()  # its callbacks hold the model and the optimizer too
+        del model
         _free(device)
 
 
@@ -204,7 +204,6 @@ def steps(args: argparse.Namespace, folder: str) -> dict[str, Any]:
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    shape, sequences = SHAPES[args.size], args.prompts * args.group
     phases = PHASES if args.vllm else PHASES[:2]
     marks: list[float] = []
 
@@ -221,40 +220,11 @@ def steps(args: argparse.Namespace, folder: str) -> dict[str, Any]:
             marks[-1] = time.perf_counter() - marks[-1]
             print(f"trl step {len(marks) - 1}: {marks[-1]:.2f} s", flush=True)
 
-    path = _saved_model(args, folder)
-    forced = {"ignore_eos": True} if args.vllm else {"min_new_tokens": args.new_tokens}
-    config = GRPOConfig(
-        output_dir=f"{folder}/trl",
-        model_init_kwargs={"dtype": "bfloat16" if args.device == "cuda" else "float32"},
-        per_device_train_batch_size=min(args.microbatch, sequences),
-        gradient_accumulation_steps=max(1, sequences // args.microbatch),
-        num_generations=args.group,
-        max_completion_length=args.new_tokens,
-        generation_kwargs=forced,
-        beta=0.0,
-        num_iterations=1,
-        max_grad_norm=1.0,
-        learning_rate=1e-6,
-        optim="adamw_torch_fused",
-        max_steps=len(phases) * (args.steps + 1),
-        use_cpu=args.device == "cpu",
-        bf16=args.device == "cuda",
-        report_to="none",
-        save_strategy="no",
-        logging_strategy="no",
-        disable_tqdm=True,
-        **({"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": _length(args)} if args.vllm else {}),
-    )
-    draw, words = random.Random(0), min(shape.vocabulary, 49_152)
-    rows = [
-        {"prompt": " ".join(f"t{draw.randrange(3, words)}" for _ in range(args.prompt_tokens))}
-        for _ in range(args.prompts * (len(phases) * (args.steps + 1) + 1))
-    ]
     trainer = GRPOTrainer(
-        model=path,
-        args=config,
-        train_dataset=Dataset.from_list(rows),
-        processing_class=make_tokenizer(shape.vocabulary),
+        model=_saved_model(args, folder),
+        args=GRPOConfig(output_dir=f"{folder}/trl", max_steps=len(phases) * (args.steps + 1), **_settings(args)),
+        train_dataset=Dataset.from_list(_prompts(args, len(phases) * (args.steps + 1) + 1)),
+        processing_class=make_tokenizer(SHAPES[args.size].vocabulary),
         reward_funcs=reward,
         callbacks=[Clock()],
     )
@@ -271,15 +241,45 @@ def steps(args: argparse.Namespace, folder: str) -> dict[str, Any]:
     return {"seconds": {p: sum(s) / len(s) for p, s in seconds.items() if s}, "all": marks, "note": note}
 
 
+def _settings(args: argparse.Namespace) -> dict[str, Any]:
+    """TRL's settings: the defaults, but for what the benchmark needs and the weights' dtype."""
+    sequences = args.prompts * args.group
+    vllm = {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": args.prompt_tokens + args.new_tokens + 8}
+    return {
+        "model_init_kwargs": {"dtype": "bfloat16" if args.device == "cuda" else "float32"},
+        "per_device_train_batch_size": min(args.microbatch, sequences),
+        "gradient_accumulation_steps": max(1, sequences // args.microbatch),
+        "num_generations": args.group,
+        "max_completion_length": args.new_tokens,
+        "generation_kwargs": {"ignore_eos": True} if args.vllm else {"min_new_tokens": args.new_tokens},
+        "beta": 0.0,
+        "num_iterations": 1,
+        "max_grad_norm": 1.0,
+        "learning_rate": 1e-6,
+        "optim": "adamw_torch_fused",
+        "use_cpu": args.device == "cpu",
+        "bf16": args.device == "cuda",
+        "report_to": "none",
+        "save_strategy": "no",
+        "logging_strategy": "no",
+        "disable_tqdm": True,
+        **(vllm if args.vllm else {}),
+    }
+
+
+def _prompts(args: argparse.Namespace, steps: int) -> list[dict[str, str]]:
+    draw, words = random.Random(0), min(SHAPES[args.size].vocabulary, 49_152)
+    return [
+        {"prompt": " ".join(f"t{draw.randrange(3, words)}" for _ in range(args.prompt_tokens))}
+        for _ in range(args.prompts * steps)
+    ]
+
+
 def _enter(trainer: Any, phase: str) -> None:
     if "no checkpointing" in phase:
         trainer.model.gradient_checkpointing_disable()
     if "no correction" in phase:
         trainer.vllm_importance_sampling_correction = False
-
-
-def _length(args: argparse.Namespace) -> int:
-    return args.prompt_tokens + args.new_tokens + 8
 
 
 def _saved_model(args: argparse.Namespace, folder: str) -> str:
