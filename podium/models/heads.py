@@ -340,7 +340,8 @@ def _number_of(heads: Heads) -> int:
 
 def _new_value_head(base: PreTrainedModel) -> nn.Linear:
     hidden = base.config.get_text_config().hidden_size
-    head = nn.Linear(hidden, 1, device=base.device, dtype=torch.float32)
+    place = "cpu" if base.device.type == "meta" else base.device
+    head = nn.Linear(hidden, 1, device=place, dtype=torch.float32)
     with torch.no_grad():
         # Hidden states are of the order 1 in each dimension: values of the order 0.01.
         nn.init.normal_(head.weight, std=0.01 / hidden**0.5)

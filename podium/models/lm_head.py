@@ -23,6 +23,7 @@ from podium.models.packed_attention import PackedAttention
 from podium.models.padded import padded_hidden_states
 from podium.models.quantization import is_quantised
 from podium.models.recompute import Recompute, recomputing
+from podium.models.small import has_no_numbers, small_of
 
 _log = logging.getLogger(__name__)
 
@@ -167,9 +168,16 @@ def packs(model: PreTrainedModel, verify: Callable[[PreTrainedModel, HiddenState
     Args:
         verify: `verify_head`, `verify_base` or `verify_score`.
 
+    A model whose weights are not there yet is judged by a small one of its class (`small_of`).
+
     Raises:
         ModelError: padded rows give other numbers too: an unknown head, or a model that is not causal.
     """
+    if has_no_numbers(model):
+        able = packs(small_of(model), verify)
+        if able:
+            use_attention(model, IMPLEMENTATION)
+        return able
     before = _attention_of(model)
     try:
         use_attention(model, IMPLEMENTATION)

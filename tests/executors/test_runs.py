@@ -95,6 +95,23 @@ def test_grpo_whose_workers_generate_with_one_model_between_them(name, ray_clust
         assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-5)
 
 
+@pytest.mark.parametrize("generates", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_models_that_workers_read_in_parts(generates, ray_cluster, tmp_path):
+    """PPO from a folder, actor and critic in FSDP: each worker reads its part; the numbers of one process that read it all."""
+    tiny_model().save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    pools = {**POOLS["fsdp"], "rollout": {"parallel": {"tensor": generates}}}
+    results = []
+    for name, sections in (("alone", {}), ("parts", {"executor": {"kind": "ray"}, "resource_pool": pools})):
+        values = settings(tmp_path / name, model={"path": str(tmp_path / "model"), "dtype": "float32"}, **sections)
+        trainer = Trainer(config=values, data=PROMPTS)
+        results.append(trainer.train())
+        trainer.close()
+    assert samples(results[0]) == samples(results[1])
+    for mine, theirs in zip(rows(results[1]), rows(results[0]), strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-5)
+
+
 @pytest.mark.slow
 def test_ppo_under_torchrun_has_them_too_and_rank_0_alone_writes(alone, tmp_path):
     from tests.executors.test_suite import start_ranks

@@ -47,6 +47,8 @@ class DividedModel:
 
     def _narrow(self) -> None:
         """The module as each rank has it; each has as many heads as any other."""
+        if self.size == 1:
+            return
         config = self.module.config.get_text_config()
         config.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         config.num_key_value_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
@@ -56,7 +58,7 @@ class DividedModel:
     def join(self, ranks: TensorRanks, tensors: Mapping[str, Tensor]) -> Any:
         """The module over these tensors: this rank's part of each, by the names of `shapes`. They are not copied."""
         module = self.module
-        for layer in decoder_layers(base_of(module)) or ():
+        for layer in decoder_layers(base_of(module)) if self.size > 1 else ():  # type: ignore[union-attr]
             for name, cut in cuts_of(layer).items():
                 linear: Any = layer.get_submodule(name)
                 if cut == "rows":
@@ -92,6 +94,8 @@ def _check(model: Any, size: int) -> None:
             where=f"{WHERE}.tensor",
             remedy="leave resource_pool.rollout out: each rank generates from whole weights",
         )
+    if size == 1:
+        return
     layers = decoder_layers(base_of(model))
     if layers is None:
         raise ModelError(f"{type(model).__name__} has no list of layers that could be cut", where=f"{WHERE}.tensor")

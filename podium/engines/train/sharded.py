@@ -21,6 +21,7 @@ from podium.core.settings import OptimizerSettings
 from podium.engines.layout import Layout, gathered_layout, local_of
 from podium.engines.train.fsdp import apply_fsdp
 from podium.engines.train.inner_ranks import InnerRanks
+from podium.engines.train.materialize import read_parts
 from podium.engines.train.optim import MasterAdamW
 from podium.engines.train.running import RunningSums
 from podium.engines.train.sharded_optim import ShardedAdamW, full_tensor, local_part
@@ -39,7 +40,8 @@ class ShardedEngine(SingleDeviceEngine):
     gradient and its norm are those of the whole minibatch. Everything public but the constructor's checks is collective.
 
     Args:
-        model: a role's model; the first rank's weights are taken on all. It is sharded in place.
+        model: a role's model; the first rank's weights are taken on all. It is sharded in place. What has no numbers yet
+            (`causal_lm_in_parts`) is read after it was cut, by each rank its own part.
         context: the rank's place; its mesh is made here where it has none.
         offload_optimizer: master weights and moments live in the CPU's memory.
         others: see `SingleDeviceEngine`.
@@ -78,6 +80,7 @@ class ShardedEngine(SingleDeviceEngine):
         if ranks.shard > 1:
             by_rows = hasattr(model, "compute_batch")
             apply_fsdp(model, self._base or model, mesh["shard"], "compute_batch" if by_rows else "compute")
+        read_parts(model, context.device, self._dtypes)
         super().__init__(model, optimizer=optimizer, microbatch_tokens=microbatch_tokens, total_updates=total_updates)
         self.work = work
 
@@ -167,7 +170,7 @@ class ShardedEngine(SingleDeviceEngine):
 
     @torch.no_grad()
     def follow(self, name: str, place: Tensor) -> None:
-        """This rank's part of a parameter is at `place` from now on, which holds its values (a rollout engine laid it out anew)."""
+        """This rank's part of a parameter is at `place` from now on, with its values (a rollout engine laid it out anew)."""
         if self._optimizer is not None and self.model.get_parameter(name).requires_grad:
             self._optimizer.follow(name, place)  # type: ignore[attr-defined]
         parameter = self.model.get_parameter(name)
@@ -269,8 +272,10 @@ def _check_inner(model: Any, base: Any, context: WorkerContext) -> None:
 
 @torch.no_grad()
 def _same_weights(model: nn.Module) -> None:
-    """The first rank's weights and buffers on every rank."""
+    """The first rank's weights and buffers on every rank, but for those that are still to be read."""
     for tensor in own_tensors(model).values():
+        if tensor.is_meta:
+            continue
         whole = tensor.detach().contiguous()
         dist.broadcast(whole, 0)
         tensor.detach().copy_(whole)

@@ -132,7 +132,7 @@ class ShardedAdamW(MasterAdamW):
                 local.copy_(self._masters[name])
 
     def follow(self, name: str, place: Tensor) -> None:
-        """A parameter's local part is about to be at `place`, with the same values: a master that is the same memory goes too."""
+        """A parameter's local part will be at `place`, with the same values: a master that is the same memory goes too."""
         local, master = local_of(self._parameters[name].detach()), self._masters[name]
         if master.device == local.device and master.data_ptr() == local.data_ptr():
             master.data = place
