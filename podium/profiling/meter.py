@@ -26,7 +26,7 @@ class Count:
 
 @dataclass
 class Meter:
-    """What was counted since the last `clear`; `stage` is where the run is now."""
+    """What was counted; `stage` is where the run is now."""
 
     stage: str = ""
     gradients: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -37,7 +37,8 @@ class Meter:
     _passes: list[tuple[str, str, ModelCost, Batch]] = field(default_factory=list)
 
     def clear(self) -> None:
-        self._passes, self.cache = [], None
+        """Forgets the passes; `cache` and `gradients` go on."""
+        self._passes = []
 
     def saw(self, kind: str, cost: ModelCost, batch: Batch) -> None:
         """A pass over a batch. It is kept and counted later, so that counting takes no time from the step."""
