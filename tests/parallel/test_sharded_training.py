@@ -50,6 +50,7 @@ FOUR: list[Sizes] = [
     {"shard": 2, "sequence": 2},
     {"data": 2, "tensor": 2},
 ]
+HEADS = ("a capped head, tied", "a capped head of its own")  # at a temperature
 LORA = LoraSettings(rank=4, alpha=8, target_modules="all-linear")
 
 
@@ -71,6 +72,10 @@ def case_of(name: str) -> tuple[Callable[[], nn.Module], Loss]:
         return lambda: lora_actor(torch.bfloat16), supervised_loss()
     if name == "critic in bf16 with a head in fp32":
         return mixed_critic, CASES["value"][1]
+    if name in HEADS:
+        fields = {"final_logit_softcapping": 2.0, "tie_word_embeddings": "tied" in name}
+        loss = policy_loss(kl_coef=0.1, entropy_coef=0.01)
+        return lambda: ActorModel(tiny_model("gemma2", **fields), temperature=0.7), loss
     if name == "padded rows":
         return lambda: ActorModel(small("bloom")), supervised_loss()
     if name == "a class of one's own":
@@ -125,6 +130,7 @@ TWO = [(name, {axis: 2}) for name in LOSSES for axis in AXES]
 TWO += [(family, {axis: 2}) for family in FAMILIES for axis in ("tensor", "sequence")]
 TWO += [("lora", {"shard": 2}), ("lora", {"sequence": 2}), ("lora over bf16", {"shard": 2})]
 TWO += [(name, {axis: 2}) for name in ("padded rows", "a class of one's own") for axis in ("data", "shard")]
+TWO += [(name, {axis: 2}) for name in HEADS for axis in ("shard", "tensor", "sequence")]
 TWO += [("critic in bf16 with a head in fp32", {"shard": 2})]
 
 

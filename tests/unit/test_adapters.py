@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from podium import Trainer
-from podium.algorithms import supervised_loss, value_loss
+from podium.algorithms import Loss, supervised_loss, value_loss
 from podium.core.batch import Batch
 from podium.core.errors import CheckpointError, ConfigError, ModelError
 from podium.core.settings import LoraSettings, ModelSettings, OptimizerSettings
@@ -144,6 +144,27 @@ def test_rollout_engines_see_the_adapted_weights(kind: Any) -> None:
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
     other = SingleDeviceEngine(ActorModel(tiny_model())).compute(sampled, ("log_probs",))["log_probs"].values
     assert float((got - other).abs().max()) > 0.1
+
+
+def test_over_a_base_in_fp16_the_loss_is_scaled() -> None:
+    """The adapter is in fp32, but its gradient comes through layers whose small numbers fp16 would lose."""
+    gradients = []
+    for dtype in (torch.float32, torch.float16):
+        engine = SingleDeviceEngine(ActorModel(adapted(dtype=dtype, trained=True)), optimizer=FAST)
+        optimizer = engine._optimizer
+        assert optimizer is not None and (optimizer.loss_scale is not None) == (dtype == torch.float16)
+        taken: list[Tensor] = []
+        own = optimizer._apply
+
+        def apply(optimizer: Any = optimizer, taken: list[Tensor] = taken, own: Any = own) -> None:
+            taken += [master.grad.clone() for master in optimizer._masters.values()]
+            own()
+
+        optimizer._apply = apply  # type: ignore[method-assign]
+        tiny = Loss("tiny", lambda outputs, _: (-1e-6 * outputs["log_probs"], {}), ("log_probs",), ())
+        engine.update(rows(), tiny)
+        gradients.append(torch.cat([g.flatten() for g in taken]))
+    assert float((gradients[1] - gradients[0]).norm() / gradients[0].norm()) < 0.05
 
 
 def test_paged_rollout_runs_fused_layers_with_adapters_and_follows_their_updates() -> None:

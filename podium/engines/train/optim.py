@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,8 +68,9 @@ class MasterAdamW:
         """Updates applied so far."""
         self.skipped = 0
         """Updates left out because the gradient was not finite."""
-        self._parameters = {name: p for name, p in parameters if p.requires_grad}
-        self.loss_scale = LossScale() if self._scales_loss() else None
+        every = dict(parameters)
+        self._parameters = {name: p for name, p in every.items() if p.requires_grad}
+        self.loss_scale = LossScale() if self._scales_loss(every) else None
         """The factor on the loss before its backward pass; None where it is 1."""
         self._masters = {name: self._master(p) for name, p in self._parameters.items()}
         matrices = [m for m in self._masters.values() if m.ndim >= 2]
@@ -77,8 +78,9 @@ class MasterAdamW:
         groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}]
         self._adamw = _adamw([group for group in groups if group["params"]], settings)
 
-    def _scales_loss(self) -> bool:
-        return any(p.dtype == torch.float16 for p in self._parameters.values())
+    def _scales_loss(self, every: Mapping[str, nn.Parameter]) -> bool:
+        """Where gradients go through layers in fp16, whether or not these train (a frozen base under an adapter in fp32)."""
+        return bool(self._parameters) and any(p.dtype == torch.float16 for p in every.values())
 
     def backward(self, loss: Tensor) -> None:
         """The loss's backward pass, scaled where the dtype needs it."""

@@ -50,8 +50,8 @@ class ShardedAdamW(MasterAdamW):
         self._sums: dict[int, Tensor] = {}  # fp32 gradients of 16-bit parameters, by the parameter's id
         super().__init__(parameters, settings, total_updates)
 
-    def _scales_loss(self) -> bool:
-        return any(self._dtypes[name] == torch.float16 for name in self._parameters)
+    def _scales_loss(self, every: Mapping[str, nn.Parameter]) -> bool:
+        return bool(self._parameters) and any(self._dtypes[name] == torch.float16 for name in every)
 
     def _master(self, parameter: nn.Parameter) -> Tensor:
         local = local_of(parameter.detach())
