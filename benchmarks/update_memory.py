@@ -52,6 +52,7 @@ WAYS = {
     "8bit": Way(states="8bit"),
     "offload": Way(offload=True),
     "offload_recompute": Way(offload=True, recompute="full"),
+    "offload_all": Way(offload=True, recompute="offload"),
     "offload_small": Way(offload=True, recompute="full", microbatch=4_096),
     "lora": Way(lora=16),
     "lora_own_layers": Way(lora=16, own_layers=True),
