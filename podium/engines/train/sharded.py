@@ -62,7 +62,6 @@ class ShardedEngine(SingleDeviceEngine):
         offload_optimizer: bool = False,
     ) -> None:
         self.context = context = with_mesh(context)
-        self._offload = offload_optimizer
         ranks, mesh = context.ranks, context.mesh
         self._base = trunk_of(model)
         self._base_name = next((name for name, m in model.named_modules() if m is self._base), "")
@@ -81,7 +80,13 @@ class ShardedEngine(SingleDeviceEngine):
             by_rows = hasattr(model, "compute_batch")
             apply_fsdp(model, self._base or model, mesh["shard"], "compute_batch" if by_rows else "compute")
         read_parts(model, context.device, self._dtypes)
-        super().__init__(model, optimizer=optimizer, microbatch_tokens=microbatch_tokens, total_updates=total_updates)
+        super().__init__(
+            model,
+            optimizer=optimizer,
+            microbatch_tokens=microbatch_tokens,
+            total_updates=total_updates,
+            offload_optimizer=offload_optimizer,
+        )
         self.work = work
 
     def _make_optimizer(self, settings: OptimizerSettings, total_updates: int | None) -> MasterAdamW:

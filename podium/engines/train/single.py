@@ -49,8 +49,6 @@ class SingleDeviceEngine:
         offload_optimizer: master weights and moments live in the CPU's memory.
     """
 
-    _offload = False
-
     def __init__(
         self,
         model: nn.Module,
@@ -61,7 +59,7 @@ class SingleDeviceEngine:
         offload_optimizer: bool = False,
     ) -> None:
         self.model: Any = model
-        self._offload = offload_optimizer or self._offload
+        self._offload = offload_optimizer
         self.microbatch_tokens = microbatch_tokens
         self.work = work_of(model)
         """What a row costs: micro-batches, and ranks' shares of the rows, get equal sums of it."""
