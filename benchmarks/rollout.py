@@ -108,7 +108,7 @@ def token_bytes(size: str, args: Any) -> int:
 # ------------------------------------------------------------------ engines: each returns a function that runs the work
 
 
-def native(model: Any, options: dict[str, Any], kind: str = "native") -> Run:
+def native(model: Any, options: dict[str, Any], top_p: float, kind: str = "native") -> Run:
     from podium.engines.base import Request, SamplingParams
     from podium.engines.rollout.native.choose import native_engine
     from podium.engines.rollout.native.engine import NativeEngine
@@ -119,7 +119,7 @@ def native(model: Any, options: dict[str, Any], kind: str = "native") -> Run:
 
     def run(work: Work) -> float:
         for prompt, length, seed in work:
-            engine.submit(Request(prompt, SamplingParams(max_new_tokens=length), seed))
+            engine.submit(Request(prompt, SamplingParams(max_new_tokens=length, top_p=top_p), seed))
         start, done = time.perf_counter(), engine.step()  # fills every cache that fits, and sends a window off
         _synchronize()
         first = time.perf_counter() - start
@@ -166,9 +166,11 @@ def vllm(size: str, args: Any) -> Run:
         folder, load_format="dummy", skip_tokenizer_init=True, dtype=args.dtype, max_num_seqs=1024, max_model_len=longest, **own
     )  # fmt: skip
 
+    every: dict[str, Any] = {"ignore_eos": True, "detokenize": False, "logprobs": 0, "seed": None}
+
     def run(work: Work) -> None:
         llm.reset_prefix_cache()
-        params = [Params(max_tokens=n, ignore_eos=True, detokenize=False, logprobs=0, seed=None) for _, n, _ in work]
+        params = [Params(max_tokens=n, top_p=args.top_p, **every) for _, n, _ in work]
         outs = llm.generate([{"prompt_token_ids": list(p)} for p, _, _ in work], params, use_tqdm=False)
         assert sum(len(o.outputs[0].token_ids) for o in outs) == sum(n for _, n, _ in work)
 
@@ -216,14 +218,15 @@ def roofline(size: str, work: Work, number: int, bandwidth: float, rate: float) 
     vocabulary = s.get("vocab_size", VOCABULARY)
     head = hidden * vocabulary
     kv_bytes = 2 * layers * kv * width * number
-    prompts = {p for p, _, _ in work}
-    prefill = sum(2 * body * len(p) + 2 * layers * heads * width * len(p) ** 2 for p in prompts) / rate
-    total = prefill
-    for t in range(1, max(n for _, n, _ in work)):
-        live = [(p, n) for p, n, _ in work if n > t]
-        shared = sum(map(len, {p for p, _ in live}))
+    lengths = {p: len(p) for p, _, _ in work}
+    number_of = {p: i for i, p in enumerate(lengths)}
+    total = sum(2 * body * n + 2 * layers * heads * width * n**2 for n in lengths.values()) / rate
+    rows = [(number_of[p], len(p), n) for p, n, _ in work]
+    for t in range(1, max(n for _, _, n in rows)):
+        live = [(p, length) for p, length, n in rows if n > t]
+        shared = sum(dict(live).values())
         weights = max(number * (body + head) / bandwidth, 2 * (body + head) * len(live) / rate)
-        operations = 4 * layers * heads * width * sum(len(p) + t for p, _ in live)
+        operations = 4 * layers * heads * width * sum(length + t for _, length in live)
         keys = max((shared + t * len(live)) * kv_bytes / bandwidth, operations / rate)
         total += weights + keys + 8 * len(live) * vocabulary / bandwidth
     return total
@@ -269,7 +272,7 @@ def engines_of(size: str, args: Any) -> dict[str, Run]:
             if name == "vllm":
                 made[name] = vllm(size, args)
             else:
-                made[name] = hf(model, options) if name == "hf" else native(model, options, name)
+                made[name] = hf(model, options) if name == "hf" else native(model, options, args.top_p, name)
         except (ImportError, RuntimeError, ValueError) as error:
             print(f"{name} skipped: {error}", flush=True)
     return made
@@ -283,6 +286,7 @@ def arguments() -> Any:
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--memory", type=float, default=0.4, help="of the GPU, for each of native and vllm when both run")
+    parser.add_argument("--top-p", type=float, default=1.0, help="truncated sampling (native, vllm)")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--profile", action="store_true", help="also the time of each kernel (native)")
     parser.add_argument("--option", action="append", default=[], help="name=integer, for the native engine")
@@ -304,6 +308,8 @@ def main() -> None:
     bandwidth, rate = machine(args.device, dtype)
     where = torch.cuda.get_device_name() if args.device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     print(f"{where}: copy {bandwidth / 1e9:.1f} GB/s, {args.dtype} {rate / 1e12:.2f} TFLOP/s", flush=True)
+    if args.device == "cuda":
+        torch.cuda.empty_cache()
     engines = engines_of(args.model, args)
     runs = [measure(engines, args.model, name, args, bandwidth, rate) for name in names]
     print(json.dumps({"bandwidth": bandwidth, "rate": rate, "runs": runs}))
