@@ -290,7 +290,7 @@ class RoleSpec:
 
 def generation_copy(spec: RoleSpec, tensor: int) -> float:
     """A second copy of the weights for generation, where the layouts differ; 0 where both sides read the same memory."""
-    if spec.shard == 1 and spec.tensor == 1:
+    if spec.shard == 1 and spec.tensor == tensor:
         return 0.0
     return spec.itemsize * spec.shape.local(tensor)
 

@@ -19,7 +19,7 @@ from podium.planner.memory import (
     hand_over_bytes,
     rows_that_fit,
 )
-from podium.planner.roles import Needs, Sizes, role_spec
+from podium.planner.roles import Needs, Sizes, reads_parts, role_spec
 from podium.planner.throughput import (
     Work,
     forward_seconds,
@@ -199,7 +199,7 @@ def _pool(
     pool = PoolPlan(placed.name, roles, device, workers, nodes)
     parts: list[Seconds] = []
     stays = sum(role.stays for role in roles)
-    tensor = GENERATION_TENSOR
+    tensor = ResourcePool(settings.resource_pool).rollout_tensor
     actor = next((role for role in roles if role.role == "actor"), None)
     copy = generation_copy(actor, tensor) if actor is not None and needs.generates else 0.0
     per_node = -(-workers // nodes)
@@ -208,7 +208,7 @@ def _pool(
         parts += _seconds_of(pool, role, settings, needs, sizes, per_node)
     if actor is not None and needs.generates:
         _rollout(pool, parts, actor, settings, needs, sizes, stays + copy, copy, tensor, per_node)
-    pool.phases += _loading(pool, copy)
+    pool.phases += _loading(pool, copy, [role.role for role in roles if not reads_parts(settings, needs, role)])
     if not pool.phases:
         pool.phases.append(Phase("idle", stays, 0.0))
     order = [*(f"load {role.role}" for role in roles), "rollout", *needs.order, "hand-over"]
@@ -216,15 +216,11 @@ def _pool(
     return pool, parts
 
 
-GENERATION_TENSOR = 1
-"""Sharded actors generate from whole weights on every rank (`trainer.roles`)."""
-
-
-def _loading(pool: PoolPlan, copy: float) -> list[Phase]:
-    """A role that is cut over ranks is on each device whole before it is cut (`engines.train.sharded`); FSDP's in fp32."""
+def _loading(pool: PoolPlan, copy: float, whole_roles: list[str]) -> list[Phase]:
+    """What is not read in parts is whole on each device before it is cut over ranks (see `ShardedEngine`); FSDP's in fp32."""
     phases = []
     for role in pool.roles:
-        if role.shard * role.tensor > 1:
+        if role.shard * role.tensor > 1 and role.role in whole_roles:
             whole = (4 if role.full and role.shard > 1 else role.itemsize) * role.shape.total
             others = sum(other.weights for other in pool.roles if other is not role)
             made = copy if role.role == "actor" else 0.0

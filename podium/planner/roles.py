@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from podium.controller.resource_pool import ResourcePool
 from podium.core.ranks import Ranks
 from podium.core.settings import RecipeSettings
 from podium.planner.devices import Device
@@ -98,11 +100,11 @@ def role_spec(
     backend = _backend(settings, role)
     single = backend == "single" or workers == 1 or (backend == "auto" and not trains)
     if not single and ranks.tensor * ranks.sequence > 1:
-        from podium.engines.train.tensor_parallel import check_divides
-        from podium.models.loading import load_config
-
-        path = own or _actor_path(settings, needs)
-        check_divides(load_config(path, trust_remote_code=model.trust_remote_code), ranks, f"resource_pool.{role}.parallel")
+        _check_divides(settings, own or _actor_path(settings, needs), ranks, role)
+    if role == "actor" and needs.generates:
+        pool = ResourcePool(settings.resource_pool)
+        pool.check_rollout(ranks.workers)
+        _check_divides(settings, own or _actor_path(settings, needs), Ranks(tensor=pool.rollout_tensor), "rollout")
     optimizer = getattr(settings, "critic", None) if role in CRITICS else None
     optimizer = optimizer or settings.optimizer
     return RoleSpec(
@@ -120,6 +122,23 @@ def role_spec(
         cuda=not device.is_cpu,
         single=single,
     )
+
+
+def _check_divides(settings: RecipeSettings, path: str, ranks: Ranks, role: str) -> None:
+    from podium.engines.train.tensor_parallel import check_divides
+    from podium.models.loading import load_config
+
+    if ranks.tensor * ranks.sequence > 1:
+        config = load_config(path, trust_remote_code=settings.model.trust_remote_code)
+        check_divides(config, ranks, f"resource_pool.{role}.parallel")
+
+
+def reads_parts(settings: RecipeSettings, needs: Needs, spec: RoleSpec) -> bool:
+    """Whether each worker of a role that is cut over ranks reads its own part of the weights (`models.parts`)."""
+    own = _own_path(settings, needs, spec.role)
+    path = Path(own or _actor_path(settings, needs)).expanduser()
+    loads = spec.role in ("actor", "reference", "teacher") or (spec.role in CRITICS and own is None)
+    return loads and settings.model.lora is None and spec.quantization == "none" and path.is_dir()
 
 
 def _own_path(settings: RecipeSettings, needs: Needs, role: str) -> str | None:

@@ -359,19 +359,27 @@ def test_thousands_of_devices(folder: Path) -> None:
     assert plan.fits, plan.problems
     assert [(p.name, p.devices, p.nodes) for p in plan.pools] == [("actor", 2048, 256), ("reference", 16, 2)]
     names = [phase.name for phase in plan.pools[0].phases]
-    assert names[0] == "load actor" and "hand-over" in names and "update actor" in names
+    assert names[0] == "rollout" and "load actor" not in names and "hand-over" in names and "update actor" in names
     one_step = planned(cluster, pool.replace("256", "16"), "batch.prompts_per_step=4096", "executor.kind=ray")
     assert plan.step_seconds < one_step.step_seconds
 
 
-def test_a_70b_says_that_it_is_whole_while_it_is_loaded(folder: Path) -> None:
+def test_a_70b_is_read_in_parts_and_generates_in_a_layout_of_its_own(folder: Path) -> None:
     (folder / "model/config.json").write_text(json.dumps(LLAMA_70B))
-    pool = "resource_pool={actor: {nodes: 32, gpus_per_node: 8, parallel: {shard: 32, tensor: 8}}}"
-    plan = planned("{nodes: 32, devices_per_node: 8, device: H100, host_memory_gb: 2000}", pool)
-    assert not plan.fits and "load actor" in plan.problems[0]
+    cluster = "{nodes: 32, devices_per_node: 8, device: H100, host_memory_gb: 2000}"
+    actor = "actor: {nodes: 32, gpus_per_node: 8, parallel: {shard: 32, tensor: 8}}"
+    # With an adapter it is whole on each device while it is loaded; and a copy for each device to generate with is too much.
+    adapted = planned(cluster, f"resource_pool={{{actor}}}", "model.lora={rank: 16}")
+    assert not adapted.fits and "load actor" in [phase.name for phase in adapted.pools[0].phases]
+    whole = planned(cluster, f"resource_pool={{{actor}}}")
+    assert not whole.fits and "load actor" not in [phase.name for phase in whole.pools[0].phases]
+    with pytest.raises(ConfigError, match=r"resource_pool.rollout.parallel.tensor: .*8 key/value heads .*tensor=16(?s:.*)8\]"):
+        planned(cluster, f"resource_pool={{{actor}, rollout: {{parallel: {{tensor: 16}}}}}}")
+    plan = planned(cluster, f"resource_pool={{{actor}, rollout: {{parallel: {{tensor: 8}}}}}}")
+    held = [next(p.stays for p in each.pools[0].phases if p.name == "rollout") for each in (whole, plan)]
+    assert held[0] - held[1] > 0.85 * 140e9  # the reference is whole either way
     update = next(phase for phase in plan.pools[0].phases if phase.name == "update actor")
-    actor = plan.pools[0].roles[0]
-    assert actor.stays < 6e9 and update.total < plan.pools[0].peak.total
+    assert plan.pools[0].roles[0].stays < 6e9 and update.total < plan.pools[0].peak.total
 
 
 def test_heads_that_do_not_divide(folder: Path) -> None:
