@@ -19,6 +19,7 @@ longer, summed; weights, keys and values (a shared prompt once) and logits each 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import random
@@ -78,8 +79,9 @@ def warm_up(engine: str, name: str, work: Work) -> Work:
 def config_of(size: str, positions: int = 32768) -> Any:
     from transformers import LlamaConfig, Qwen2Config
 
-    kind = LlamaConfig if size == "135m" else Qwen2Config
-    return kind(**{"vocab_size": VOCABULARY, "max_position_embeddings": positions, **SHAPES[size]})
+    kind, name = (LlamaConfig, "LlamaForCausalLM") if size == "135m" else (Qwen2Config, "Qwen2ForCausalLM")
+    shape = {"vocab_size": VOCABULARY, "max_position_embeddings": positions, **SHAPES[size]}
+    return kind(**shape, architectures=[name])  # without a name vLLM takes the model without its head
 
 
 def random_model(size: str, args: Any) -> Any:
@@ -151,6 +153,8 @@ def vllm(size: str, args: Any) -> Run:
 
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if size == "7b" else "0"
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    if importlib.util.find_spec("flashinfer") is None:  # it samples truncated distributions alone, and none is here
+        os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     own: dict[str, Any] = {"gpu_memory_utilization": args.memory}
     if args.device == "cpu":
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
