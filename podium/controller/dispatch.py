@@ -18,7 +18,7 @@ from podium.core.errors import BatchError, WorkerError
 from podium.core.metrics import Metrics
 from podium.core.ranks import Ranks
 from podium.core.registry import Registry
-from podium.core.shares import Share, costs_of, cut, restore, size_of, take
+from podium.core.shares import Share, deal, restore, size_of, take
 
 F = TypeVar("F", bound=Callable[..., Any])
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -160,7 +160,7 @@ def _by_rows(args: tuple[Any, ...], kwargs: dict[str, Any], ranks: Ranks, copies
     total = sizes.pop() if sizes else 0
     shares: list[Share] = [slice(0, 0)] * ranks.data_size
     if batches:
-        shares = cut(costs_of(batches[0], ranks.work), ranks.data_size)
+        shares = deal(batches[0], ranks.data_size, ranks.work, fetch=False)
     taken = [[take(batch, share) for share in shares] for batch in batches]
 
     def share_of(data_rank: int) -> Call:

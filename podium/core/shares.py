@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from podium.core.batch import Batch
+from podium.core.deferred import DeferredRagged
+from podium.core.prompts import Prompts, distinct_prompts
 from podium.core.work import Work
 
 Share = slice | Tensor
@@ -52,6 +54,47 @@ def cut(costs: Tensor, parts: int, units: Tensor | None = None) -> list[Share]:
     if float(loads.max()) <= UNEVEN * float(costs.sum()) / parts or bool((costs == costs[:1]).all()):
         return list(runs)
     return [torch.tensor(sorted(rows), dtype=torch.int64) for rows in _longest_first(costs, parts)]
+
+
+def deal(batch: Batch, parts: int, work: Work = TOKENS, units: Tensor | None = None, *, fetch: bool = True) -> list[Share]:
+    """Shares of a batch whose rows have responses, of about equal work; a prompt counts once in each share that has it.
+
+    Consecutive rows where that is even enough. Else the best of these, whole groups with one prompt, and single rows, the
+    costliest first: a group that is parted computes its prompt several times.
+
+    Args:
+        units: as in `cut`, which then deals them.
+        fetch: look into prompts that lie elsewhere; False: rows whose prompts are not here share none.
+    """
+    costs = costs_of(batch, work)
+    known = "response_ids" in batch and "prompt_ids" in batch
+    if parts == 1 or units is not None or not known or not len(batch):
+        return cut(costs, parts, units)
+    prompts = batch["prompt_ids"]
+    if isinstance(prompts, DeferredRagged) and not fetch:
+        return cut(costs, parts)
+    return _deal_groups(costs, distinct_prompts(prompts), work, parts)
+
+
+def _deal_groups(costs: Tensor, prompts: Prompts, work: Work, parts: int) -> list[Share]:
+    groups = prompts.of_row
+    of_prompt = work.of(prompts.lengths)
+    own = costs - of_prompt[groups]
+    members = torch.bincount(groups, minlength=len(of_prompt))
+
+    def largest(shares: list[Share]) -> int:
+        return max(int(own[share].sum() + of_prompt[groups[share].unique()].sum()) for share in shares)
+
+    in_a_row: list[Share] = list(_consecutive(own + of_prompt[groups] // members[groups], parts))
+    least = int(own.sum() + of_prompt.sum()) / parts
+    if largest(in_a_row) <= UNEVEN * least or (len(of_prompt) == len(groups) and bool((costs == costs[:1]).all())):
+        return in_a_row
+    whole = of_prompt.index_add(0, groups, own)
+    by_group: list[Share] = [
+        torch.isin(groups, torch.tensor(numbers, dtype=torch.int64)).nonzero()[:, 0] for numbers in _longest_first(whole, parts)
+    ]
+    by_row: list[Share] = [torch.tensor(sorted(rows), dtype=torch.int64) for rows in _longest_first(costs, parts)]
+    return min((in_a_row, by_group, by_row), key=largest)
 
 
 def _consecutive(costs: Tensor, parts: int) -> list[slice]:

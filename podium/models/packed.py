@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from podium.core.batch import Batch, Ragged
+from podium.core.prompts import Prompts, distinct_prompts
 
 
 @dataclass(frozen=True)
@@ -33,30 +34,6 @@ class Packed:
 
     def to(self, device: torch.device | str) -> Packed:
         return Packed(**{name: value.to(device) for name, value in vars(self).items()})
-
-
-@dataclass(frozen=True)
-class Prompts:
-    """The distinct prompts of B rows, numbered as they first appear: `of_row [B]`, `first_row [P]`, `lengths [P]`."""
-
-    of_row: Tensor
-    first_row: Tensor
-    lengths: Tensor
-
-
-def distinct_prompts(prompts: Ragged) -> Prompts:
-    """Rows with the same tokens have the same prompt."""
-    values, cuts = prompts.values.numpy(), prompts.offsets.tolist()
-    numbers: dict[bytes, int] = {}
-    of_row: list[int] = []
-    first_row: list[int] = []
-    for row in range(len(prompts)):
-        number = numbers.setdefault(values[cuts[row] : cuts[row + 1]].tobytes(), len(numbers))
-        if number == len(first_row):
-            first_row.append(row)
-        of_row.append(number)
-    first = torch.tensor(first_row, dtype=torch.int64)
-    return Prompts(torch.tensor(of_row, dtype=torch.int64), first, prompts.lengths[first])
 
 
 def pack(batch: Batch) -> Packed:

@@ -15,7 +15,7 @@ from podium.core.errors import ConfigError
 from podium.core.metrics import Metrics
 from podium.core.ranks import WorkerContext
 from podium.core.seeding import derive_seed
-from podium.core.shares import costs_of, cut, restore, take
+from podium.core.shares import deal, restore, take
 from podium.core.work import Work
 from podium.engines.base import TrainEngine
 
@@ -122,7 +122,7 @@ class TrainedRole:
     def _share(self, minibatch: Batch, unit: str | None) -> Batch:
         """This data rank's rows."""
         units = minibatch[unit] if unit else None
-        return take(minibatch, cut(costs_of(minibatch, self.row_work()), self.context.data_size, units)[self.context.data_rank])
+        return take(minibatch, deal(minibatch, self.context.data_size, self.row_work(), units)[self.context.data_rank])
 
     @dispatch("broadcast")
     def row_work(self) -> Work:
@@ -134,7 +134,7 @@ class TrainedRole:
         context = self.context
         if context.data_size == 1:
             return compute(batch)
-        shares = cut(costs_of(batch, self.row_work()), context.data_size)
+        shares = deal(batch, context.data_size, self.row_work())
         results: list[Any] = [None] * context.world_size
         torch.distributed.all_gather_object(results, compute(take(batch, shares[context.data_rank])))
         return restore([r for rank, r in enumerate(results) if context.ranks.leads(rank)], shares)

@@ -12,13 +12,14 @@ from torch import Tensor
 
 from podium.controller.dispatch import PROTOCOLS
 from podium.core.batch import Batch
+from podium.core.deferred import DeferredRagged
+from podium.core.prompts import Prompts, distinct_prompts
 from podium.core.ranks import Ranks
-from podium.core.shares import UNEVEN, costs_of, cut
+from podium.core.shares import UNEVEN, costs_of, cut, deal
 from podium.core.work import Work
 from podium.engines.train import SingleDeviceEngine
 from podium.engines.train.microbatch import plan
 from podium.models.heads import ActorModel, CriticModel
-from podium.models.packed import Prompts
 from podium.models.work import work_of
 from tests.properties.test_train_invariance import CASES, Captured, assert_same_gradients, rows, shared_rows
 from tests.tiny import tiny_model
@@ -77,6 +78,61 @@ def test_shares_of_ranks(drawn: list[tuple[int, int]], ranks: int, work: Work) -
     assert sorted(row for share in shares for row in index[share].tolist()) == index.tolist()
     largest, mean = max(int(costs[share].sum()) for share in shares), float(costs.sum()) / ranks
     assert largest <= max(UNEVEN * mean, mean + int(costs.max()) * (1 - 1 / ranks) + 1)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.integers(0, 900), min_size=1, max_size=64),
+    st.sampled_from([1, 4, 8]),
+    st.integers(1, 8),
+    st.sampled_from(WORKS),
+)
+def test_shares_of_groups(responses: list[int], group: int, ranks: int, work: Work) -> None:
+    """No row lost; with prompts counted once in each share, no costlier than single rows dealt by their own cost."""
+    prompts = [[3 + i // group] * (40 + 97 * (i // group) % 500) for i in range(len(responses))]
+    batch = Batch({"prompt_ids": prompts, "response_ids": [[1] * r for r in responses]})
+    index = torch.arange(len(batch))
+    shares, by_rows = deal(batch, ranks, work), cut(costs_of(batch, work), ranks)
+    assert sorted(row for share in shares for row in index[share].tolist()) == index.tolist()
+    lengths = batch.lengths("prompt") + batch.lengths("response")
+    known = distinct_prompts(batch["prompt_ids"])
+    dealt, cutted = (
+        [_cost(index[share], lengths, batch.lengths("response"), known, work) for share in made] for made in (shares, by_rows)
+    )
+    mean = _cost(index, lengths, batch.lengths("response"), known, work) / ranks
+    assert max(dealt) <= max(max(cutted), UNEVEN * mean)
+
+
+def test_groups_stay_whole_where_parting_them_costs_more() -> None:
+    """8 prompts of 512 tokens, 8 answers around 512 each, on 4 ranks: a prompt is computed once or twice, not four times."""
+    draw = torch.Generator().manual_seed(3)
+    prompts = [torch.randint(3, 99, (512,), generator=draw) for _ in range(8)]
+    lengths = torch.exp(6.2 + 0.6 * torch.randn(64, generator=draw)).long().clamp(8, 2048).tolist()
+    batch = Batch({"prompt_ids": [prompts[i // 8] for i in range(64)], "response_ids": [[1] * n for n in lengths]})
+    groups = torch.arange(64) // 8
+    computed = [sum(len(groups[s].unique()) for s in made) for made in (deal(batch, 4, QWEN_05B), _by_rows(batch, 4))]
+    assert computed[0] <= 12 and computed[1] >= 28
+
+
+def _by_rows(batch: Batch, ranks: int) -> list[Tensor]:
+    """Costliest first, each to the rank with the least."""
+    costs = QWEN_05B.of(batch.lengths("prompt") + batch.lengths("response"), batch.lengths("response")).tolist()
+    rows: list[list[int]] = [[] for _ in range(ranks)]
+    for row in sorted(range(len(costs)), key=lambda row: -costs[row]):
+        min(rows, key=lambda mine: sum(costs[i] for i in mine)).append(row)
+    return [torch.tensor(mine) for mine in rows]
+
+
+def test_prompts_that_lie_elsewhere_are_not_fetched_to_deal_rows() -> None:
+    class Elsewhere:
+        lengths, dtype = torch.full((16,), 5), torch.int64
+
+        def fetch(self) -> Tensor:
+            raise AssertionError("fetched")
+
+    batch = Batch({"prompt_ids": DeferredRagged([Elsewhere()]), "response_ids": [[1] * (7 * n % 40) for n in range(16)]})
+    shares = deal(batch, 4, QWEN_05B, fetch=False)
+    assert sorted(row for share in shares for row in torch.arange(16)[share].tolist()) == list(range(16))
 
 
 def test_long_rows_make_ranks_wait_less_than_shares_of_tokens_do() -> None:

@@ -13,12 +13,12 @@ from torch import nn
 from podium.algorithms import Loss, pairwise_reward_loss, supervised_loss
 from podium.core.batch import Batch
 from podium.core.errors import BatchError, CheckpointError, ConfigError
+from podium.core.prompts import Prompts
 from podium.core.settings import OptimizerSettings
 from podium.engines.train import TRAIN_ENGINES, SingleDeviceEngine
 from podium.engines.train.microbatch import plan
 from podium.engines.train.optim import MasterAdamW, lr_at
 from podium.models.heads import ActorModel, CriticModel, RewardModel
-from podium.models.packed import Prompts
 from podium.models.storage import by_columns
 from tests.tiny import tiny_model
 

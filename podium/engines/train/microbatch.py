@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from podium.core.errors import ConfigError
+from podium.core.prompts import Prompts
 from podium.core.shares import TOKENS
 from podium.core.work import Work
-from podium.models.packed import Prompts
 
 
 def plan(

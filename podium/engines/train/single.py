@@ -14,13 +14,14 @@ from podium.algorithms.reduce import Counts, token_weights
 from podium.core.batch import Batch, Ragged
 from podium.core.errors import BatchError, CheckpointError, ConfigError
 from podium.core.metrics import Metrics
+from podium.core.prompts import Prompts, distinct_prompts
 from podium.core.settings import OptimizerSettings
 from podium.engines.train.budget import TRIAL, UNMEASURED, measured_budget
 from podium.engines.train.microbatch import plan
 from podium.engines.train.offload import OffloadedAdamW
 from podium.engines.train.optim import MasterAdamW
 from podium.engines.train.running import RunningSums
-from podium.models.packed import Packed, Prompts, distinct_prompts, pack
+from podium.models.packed import Packed, pack
 from podium.models.storage import digest
 from podium.models.work import work_of
 
@@ -241,6 +242,10 @@ class SingleDeviceEngine:
             "optimizer": self._optimizer.state_dict() if self._optimizer else None,
             "policy_version": self.policy_version,
         }
+
+    def weights_mark(self) -> dict[str, Any]:
+        """What changes with every write to what trains: small, and quick enough for every step."""
+        return {"policy_version": self.policy_version, "written": self._optimizer.mark() if self._optimizer else []}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
