@@ -25,7 +25,7 @@ def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("head", HEADS)
 def test_in_fp32(head: str, temperature: float) -> None:
-    check_in_fp32(head, temperature, "cuda")
+    check_in_fp32(head, temperature, "cuda", 5e-5)  # sums in other orders
 
 
 @pytest.mark.usefixtures("tiles")

@@ -89,7 +89,7 @@ def test_adapters_have_the_gradients_of_pefts_own_layers(family: str, recompute:
         (hidden * torch.randn(hidden.shape, generator=torch.Generator().manual_seed(0)).cuda()).sum().backward()
         results.append([hidden.detach(), *(p.grad.clone() for p in base.parameters() if p.grad is not None)])
     for want, got in zip(*results, strict=True):
-        assert float((want - got).norm() / want.norm().clamp(min=1e-9)) < 2e-5
+        assert float((want - got).norm() / want.norm().clamp(min=1e-9)) < 5e-5
 
 
 @pytest.mark.parametrize("shared", [True, False])
