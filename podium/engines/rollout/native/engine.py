@@ -27,6 +27,7 @@ from podium.engines.rollout.native.attention import DecodeAttention, PrefillAtte
 from podium.engines.rollout.native.kv_cache import KVCache, Prefix
 from podium.engines.rollout.native.sampler import Sampler
 from podium.engines.rollout.native.scheduler import Group, Scheduler, Sequence, row_parts
+from podium.engines.rollout.native.wide_products import products_for
 from podium.engines.rollout.requests import Limits
 from podium.engines.rollout.steering import Steering, steered
 from podium.engines.rollout.stopping import StopRule, end_token_ids
@@ -328,7 +329,7 @@ def check_in_place(model: PreTrainedModel, before: dict[str, Place]) -> None:
 
 @contextmanager
 def generating(model: PreTrainedModel, base: PreTrainedModel) -> Iterator[None]:
-    """Evaluation mode, no gradients, Podium's attention; modes are put back as they were."""
+    """Evaluation mode, no gradients, Podium's attention, products as they are quickest; modes are put back as they were."""
     training = [module for module in model.modules() if module.training] if model.training else []
     for module in training:
         module.training = False
@@ -336,7 +337,7 @@ def generating(model: PreTrainedModel, base: PreTrainedModel) -> Iterator[None]:
         if module.config._attn_implementation != IMPLEMENTATION:
             use_podium_attention(module)
     try:
-        with torch.inference_mode():
+        with torch.inference_mode(), products_for(model):
             yield
     finally:
         for module in training:

@@ -1,0 +1,66 @@
+"""16-bit products by way of fp32 on a CPU: the same numbers, only where they pay."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from podium.engines.base import Request, SamplingParams
+from podium.engines.rollout.native import wide_products
+from podium.engines.rollout.native.engine import NativeEngine
+from podium.engines.rollout.native.wide_products import WideProducts, products_for
+from tests.parity.test_native_vs_hf import run
+from tests.tiny import tiny_model, tiny_tokenizer
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(300, 40), (3, 1000), (70, 7000)])  # several parts, one part, parts that do not fit evenly
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_product_is_that_of_fp32_rounded_once(dtype: torch.dtype, shape: tuple[int, int], bias: bool) -> None:
+    x, weight = torch.randn(2, 3, shape[1]).to(dtype), torch.randn(*shape).to(dtype)
+    added = torch.randn(shape[0]).to(dtype) if bias else None
+    with torch.inference_mode(), WideProducts():
+        got = F.linear(x, weight, added)
+    want = F.linear(x.float(), weight.float(), None if added is None else added.float())
+    assert got.dtype == dtype
+    assert got.shape == (2, 3, shape[0])
+    # A sum in another order may round to the other neighbour.
+    torch.testing.assert_close(got.float(), want, rtol=torch.finfo(dtype).eps, atol=1e-3)
+
+
+def test_few_rows_and_other_kinds_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WideProducts, "_linear", None)  # calling it would fail
+    with WideProducts():
+        F.linear(torch.randn(3, 8).bfloat16(), torch.randn(5, 8).bfloat16())
+        F.linear(torch.randn(64, 8), torch.randn(5, 8))
+
+
+@pytest.mark.parametrize(("unit", "least", "used"), [(False, 0, True), (True, 0, False), (False, 1 << 30, False)])
+def test_where_they_are_used(monkeypatch: pytest.MonkeyPatch, unit: bool, least: int, used: bool) -> None:
+    monkeypatch.setattr(wide_products, "without_unit", lambda dtype: dtype == torch.bfloat16 and not unit)
+    monkeypatch.setattr(wide_products, "_LEAST_PARAMETERS", least)
+    calls: list[int] = []
+    monkeypatch.setattr(WideProducts, "_linear", lambda self, x, *_: calls.append(1) or x)
+    for dtype, expected in ((torch.bfloat16, used), (torch.float32, False)):
+        calls.clear()
+        layer = torch.nn.Linear(8, 8, bias=False, dtype=dtype)
+        with products_for(layer), torch.no_grad():
+            layer(torch.randn(16, 8, dtype=dtype))
+        assert bool(calls) == expected
+
+
+def test_log_probs_are_near_those_of_a_training_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wide_products, "without_unit", lambda dtype: dtype == torch.bfloat16)
+    monkeypatch.setattr(wide_products, "_LEAST_PARAMETERS", 0)
+    model = tiny_model(dtype=torch.bfloat16, initializer_range=0.05)
+    requests = [Request((5, 6, 7, 8 + i), SamplingParams(max_new_tokens=20), i) for i in range(6)]
+    out = run(NativeEngine(model, tiny_tokenizer()), requests)
+    model.set_attn_implementation("sdpa")
+    off = []
+    for t in out:
+        with torch.no_grad():
+            logits = model(torch.tensor([[*t.prompt_ids, *t.response_ids]])).logits[0, 3:-1].float()
+        want = logits.log_softmax(-1).gather(-1, torch.tensor(t.response_ids)[:, None])[:, 0]
+        off.append((want - torch.tensor(t.segments[0].log_probs)).abs())
+    assert float(torch.cat(off).mean()) < 0.01
