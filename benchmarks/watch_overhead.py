@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean, median, stdev
@@ -39,7 +39,10 @@ from podium.runs.folder import RunFolder
 from podium.runs.progress import Progress
 from podium.stages.base import StepContext
 from podium.stages.graph import StageGraph
+from podium.stages.watch import WatchStage
+from podium.trainer import loop as loops
 from podium.trainer.loop import Loop
+from podium.trainer.memory import MemoryWatch
 from podium.trainer.recipe import SOURCES
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -105,11 +108,52 @@ def watched(loop: Loop) -> Times:
 
 
 def alone(trainer: Any, graph: StageGraph) -> Times:
-    """The same stages without anything around them; their metrics."""
+    """The same stages without anything around them; their metrics. The step's number stays: what the run does in one step of
+    several, it is to do here.
+    """
     context = StepContext(trainer.step, trainer.roles, trainer.settings.batch.group_size, trainer.settings.run.steps)
     graph.run(trainer.loader.next_batch(), context)
-    trainer.step += 1
     return context.metrics.means()
+
+
+PARTS = {
+    "training's log-probs once more": (WatchStage, "_spot"),
+    "numbers of the watch stage": (WatchStage, "run"),
+    "state kept at the border": (loops.Loop, "_mark"),
+    "rows as plain values": (loops, "_samples"),
+    "samples on disk": (RunFolder, "write_samples"),
+    "metrics on disk": (loops.Loop, "_log"),
+    "bounds": (loops.Loop, "_hold_to_bounds"),
+    "memory held": (MemoryWatch, "step_done"),
+}
+"""What watching consists of (the rest: deadlines, memory by stage). The first is part of the second, and taken off it."""
+
+
+@contextmanager
+def counted() -> Iterator[dict[str, float]]:
+    """Seconds in each part, while inside."""
+    spent = dict.fromkeys(PARTS, 0.0)
+    kept = {name: getattr(*place) for name, place in PARTS.items()}
+
+    def timed(name: str, run: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            started = time.perf_counter()
+            try:
+                return run(*args, **kwargs)
+            finally:
+                spent[name] += time.perf_counter() - started
+
+        return call
+
+    for name, (owner, method) in PARTS.items():
+        setattr(owner, method, timed(name, kept[name]))
+    try:
+        yield spent
+    finally:
+        for name, (owner, method) in PARTS.items():
+            setattr(owner, method, kept[name])
+        first, second = list(PARTS)[:2]
+        spent[second] -= spent[first]
 
 
 @dataclass
@@ -132,25 +176,28 @@ class Steps:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    kinds = {"watched": Steps(), "alone": Steps()}
+    kinds, spent = {"watched": Steps(), "alone": Steps()}, dict[str, float]()
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_trainer(args, folder)
         graph = StageGraph(trainer.stages, SOURCES[trainer.kind])
         stages = [stage.label for stage in graph.stages]
-        with loop_of(trainer, folder) as loop:
+        with loop_of(trainer, folder) as loop, ExitStack() as parts:
             runs: dict[str, Callable[[], Times]] = {"watched": lambda: watched(loop), "alone": lambda: alone(trainer, graph)}
             for pair in range(args.pairs + WARM_UP):
                 if pair == WARM_UP:
                     kinds = {name: Steps() for name in kinds}
+                    spent = parts.enter_context(counted())
                 for name in list(kinds)[:: 1 if pair % 2 else -1]:
                     kinds[name].add(runs[name], stages, args.device == "cuda")
-    return overheads(kinds["watched"], kinds["alone"])
+    shares = {name: seconds / sum(kinds["alone"].wall) for name, seconds in spent.items()}
+    return {**overheads(kinds["watched"], kinds["alone"]), "shares": shares}
 
 
 def overheads(watched: Steps, alone: Steps) -> dict[str, Any]:
     """By parts, and by whole steps with the standard error of the mean over pairs."""
     ratios = [a / b - 1 for a, b in zip(watched.seconds, alone.seconds, strict=True)]
-    parts = (median(watched.outside) - median(alone.outside)) / median(alone.wall)
+    # Means: some things are done in one step of eight.
+    parts = (mean(watched.outside) - mean(alone.outside)) / mean(alone.wall)
     whole = {"by_whole": mean(ratios), "error": stdev(ratios) / len(ratios) ** 0.5}
     return {"by_parts": parts, **whole, "step_watched": watched.seconds, "step_alone": alone.seconds}
 
@@ -163,7 +210,7 @@ def main() -> None:
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--new-tokens", type=int, help="of each answer (GPU: 256, CPU: 64)")
-    parser.add_argument("--pairs", type=int, default=8, help="steps of each kind that count")
+    parser.add_argument("--pairs", type=int, default=8, help="steps of each kind that count (a multiple of 8)")
     args = parser.parse_args()
     args.prompts = args.prompts or (32 if args.device == "cuda" else 8)
     args.new_tokens = args.new_tokens or (256 if args.device == "cuda" else 64)
@@ -171,6 +218,8 @@ def main() -> None:
     steps = [median(found[f"step_{name}"]) for name in ("watched", "alone")]
     print(f"a step: {steps[0]:.4f} s watched, {steps[1]:.4f} s alone ({args.pairs} of each)")
     print(f"overhead by parts: {found['by_parts']:.2%} (bound {bound:.0%})")
+    for name, share in found["shares"].items():
+        print(f"    {name:<32} {share:.2%}")
     print(f"overhead by whole steps: {found['by_whole']:.2%}, standard error {found['error']:.2%}")
     print(json.dumps({"size": args.size, "device": args.device, **found}))
     sys.exit(1 if found["by_parts"] > bound or found["by_whole"] - 2 * found["error"] > bound else 0)

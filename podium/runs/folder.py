@@ -207,7 +207,7 @@ class RunFolder:
         """
         path = self.samples / f"step_{step:06d}.jsonl"
         self.samples.mkdir(exist_ok=True)
-        _write(path, "".join(json.dumps(_plain(row), ensure_ascii=False) + "\n" for row in rows))
+        _write(path, "".join(_line(row) for row in rows))
         self._thin_samples(step)
         return path
 
@@ -233,7 +233,7 @@ class RunFolder:
         if len(kept | {name}) > MOST_KEPT:
             return None
         self.samples.mkdir(exist_ok=True)
-        _write(self.samples / name, "".join(json.dumps(_plain(row), ensure_ascii=False) + "\n" for row in rows))
+        _write(self.samples / name, "".join(_line(row) for row in rows))
         return self.samples / name
 
     def write_error(self, step: int, error: BaseException) -> None:
@@ -329,6 +329,17 @@ def _write(path: Path, text: str) -> None:
     with writing(path, path.name):
         temporary.write_text(text, encoding="utf-8")
         os.replace(temporary, path)
+
+
+class Encoded(str):
+    """Text that is JSON already."""
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    """One object on a line of its own; what is JSON already stands as it is, after the rest."""
+    plain = json.dumps(_plain({n: v for n, v in row.items() if not isinstance(v, Encoded)}), ensure_ascii=False)[1:-1]
+    ready = [f"{json.dumps(n)}: {v}" for n, v in row.items() if isinstance(v, Encoded)]
+    return "{" + ", ".join([*([plain] if plain else []), *ready]) + "}\n"
 
 
 def _plain(value: Any) -> Any:

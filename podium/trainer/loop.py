@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from podium.checkpoints.background import BackgroundSaver
 from podium.checkpoints.store import CheckpointStore
 from podium.controller.executors.local import LocalExecutor
-from podium.core.batch import Batch
 from podium.core.errors import CheckpointError, DeadlineError, NumericsError, WorkerLost
 from podium.core.files import writing
 from podium.runs.folder import RunFolder
@@ -23,6 +22,7 @@ from podium.stages.watch import alarms
 from podium.trainer import state
 from podium.trainer.interrupt import InterruptGuard, StopRequested
 from podium.trainer.memory import MemoryWatch
+from podium.trainer.samples import sampled_rows
 from podium.trainer.waits import StageWatch, run_deadlines
 
 if TYPE_CHECKING:
@@ -177,9 +177,9 @@ class Loop:
             self.progress.note(f"step {trainer.step}: all rewards within each group are equal, so this step teaches nothing")
         self._mark()
         if self.settings.run.log_samples and "rewards" in batch:
-            self.run.write_samples(trainer.step, _samples(batch, self.settings.run.log_samples))
+            self.run.write_samples(trainer.step, sampled_rows(batch, self.settings.run.log_samples))
         if any(n.endswith("/skipped_updates") and v > 0 for n, v in trainer.record.metrics.items()):
-            self.run.keep_nonfinite(trainer.step, _samples(batch, len(batch), tokens=None))
+            self.run.keep_nonfinite(trainer.step, sampled_rows(batch, len(batch), tokens=None))
 
     def _hold_to_bounds(self) -> None:
         """Says which watched numbers are newly beyond their bounds. Raises NumericsError where one is to stop the run."""
@@ -329,47 +329,3 @@ def _holds(border: state.Border, trainer: Trainer, error: BaseException) -> bool
 
 def _stage_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
     return {n.removeprefix("time/"): v for n, v in metrics.items() if n.startswith("time/") and n != "time/step"}
-
-
-MOST_TOKENS = 4096
-"""Tokens of a step that are written with their log-probs."""
-
-
-def _samples(batch: Batch, count: int, tokens: int | None = MOST_TOKENS) -> list[dict[str, Any]]:
-    """The first rows as plain values; the first of these, up to so many tokens (None: all), with what a replay needs."""
-    rows = batch.index(range(min(count, len(batch))))
-    numbers = [n for n in ("rewards", *(n for n in rows.names if n.startswith("reward."))) if n in rows]
-    kept = [n for n in ("prompt", "response", "finish_reason", "group_id", "policy_version") if n in rows]
-    each = [n for n in _PER_TOKEN if n in rows]
-    sizes = (rows.lengths("prompt") + rows.lengths("response")).cumsum(0).tolist()
-    out = []
-    for i in range(len(rows)):
-        row = {**{n: _item(rows[n][i]) for n in kept}, **{n: float(rows[n][i]) for n in numbers}}
-        if tokens is None or sizes[i] <= tokens:
-            row |= {name: _numbers(rows[name][i]) for name in each}
-        out.append(row)
-    return out
-
-
-_PER_TOKEN = (
-    "prompt_ids",
-    "response_ids",
-    "response_mask",
-    "rollout_log_probs",
-    "old_log_probs",
-    "train_log_probs",
-    "ref_log_probs",
-    "advantages",
-)
-
-
-def _item(value: Any) -> Any:
-    return value.item() if hasattr(value, "item") else value
-
-
-def _numbers(column: Any) -> list[Any] | None:
-    """A row's values, to six digits; None where nothing was measured."""
-    if not column.is_floating_point():
-        return column.int().tolist()
-    values = [float(f"{v:.6g}") for v in column.tolist()]
-    return None if values and all(v != v for v in values) else values

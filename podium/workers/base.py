@@ -154,6 +154,9 @@ class TrainedRole:
     @dispatch("broadcast")
     def weights_mark(self) -> dict[str, Any]:
         """What changes with every write to the weights or the optimizer's state; small, and no weight is sent."""
+        own = getattr(self.engine, "weights_mark", None)
+        if own is not None and self.context.world_size == 1:
+            return own()
         model = getattr(self.engine, "model", None)
         if self.context.world_size == 1 or not isinstance(model, torch.nn.Module):
             return weights_mark(self.engine.state_dict())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -179,6 +180,13 @@ class MasterAdamW:
             torch._foreach_copy_([p for p, _ in pairs], [m for _, m in pairs])
 
     # ------------------------------------------------------------------ state
+
+    def mark(self) -> list[int]:
+        """Updates, and torch's own count of writes to each parameter, master and moment: an update that broke off shows too."""
+        moments = (t for state in self._adamw.state.values() for t in state.values() if isinstance(t, Tensor))
+        tensors = chain(self._parameters.values(), self._masters.values(), moments)
+        held = (getattr(t, "_local_tensor", t) for t in tensors)
+        return [self.updates, *(0 if t.is_inference() else t._version for t in held)]
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next update depends on, by parameter name. Tensors are the live ones: save or copy them."""
