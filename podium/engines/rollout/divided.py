@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from podium.core.errors import ModelError
 from podium.core.ranks import Ranks
@@ -72,6 +73,12 @@ class DividedModel:
                 place, _, last = same.rpartition(".")
                 setattr(module.get_submodule(place), last, parameter)
         return module
+
+
+def can_be_laid_out(model: Any) -> bool:
+    """Whether a model can have a generation side apart from the module that trains (see `DividedModel`, of any size)."""
+    plain = isinstance(model, PreTrainedModel) and not adapter_layers(model)
+    return plain and all(p.is_floating_point() for p in model.parameters())
 
 
 def tensor_layout(shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]], size: int, copies: int) -> Any:

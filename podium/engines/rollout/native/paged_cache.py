@@ -86,7 +86,7 @@ class RowState:
         self.tokens_out = torch.full((window, slots), -1, dtype=torch.int64, device=device)
         self.scores_out = torch.zeros(window, slots, device=device)
         self.all_slots = torch.arange(slots, device=device)
-        self._biased = False
+        self._biased = False  # whether any row may have a bias, here or on the device
         # The host's copies of what it sets.
         self.host_fixed = np.zeros((3, slots), dtype=np.int64)
         self.host_draw = np.zeros((4, slots), dtype=np.float32)
@@ -102,7 +102,8 @@ class RowState:
         if count:
             self.live[:, :count] = self.live[:, to_device(order, self.device)]
         self.active[count:] = 0
-        for host in (self.host_stops, self.host_table, self.host_bias_ids, self.host_bias):
+        biases = (self.host_bias_ids, self.host_bias) if self._biased else ()
+        for host in (self.host_stops, self.host_table, *biases):
             host[:count] = host[order]
         for host in (self.host_fixed, self.host_draw):
             host[:, :count] = host[:, order]
@@ -120,18 +121,22 @@ class RowState:
 
     def set_bias(self, slot: int, bias: Mapping[int, float]) -> None:
         """What is added to the row's logits, by token."""
+        if not (bias or self._biased):
+            return
+        self._biased = True
         self.host_bias_ids[slot], self.host_bias[slot] = 0, 0.0
         self.host_bias_ids[slot, : len(bias)] = list(bias)
         self.host_bias[slot, : len(bias)] = list(bias.values())
 
     def upload_bias(self, rows: int) -> None:
         """Sends the biases of the first `rows` rows. Where there are none, and none were before, nothing is sent."""
+        if not self._biased:
+            return
         if not self.host_bias[:rows].any():
-            if self._biased:
-                self.bias.zero_()
+            self.host_bias[:] = 0.0
+            self.bias.zero_()
             self._biased = False
             return
-        self._biased = True
         self.bias_ids[:rows] = to_device(self.host_bias_ids[:rows], self.device)
         self.bias[:rows] = to_device(self.host_bias[:rows], self.device)
 
