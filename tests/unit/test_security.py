@@ -13,13 +13,13 @@ from podium.core.config import load_yaml
 from podium.core.errors import ConfigError, ModelError
 from podium.core.settings import ModelSettings
 from podium.models.loading import load_causal_lm
-from tests.tiny import tiny_model
+from tests.tiny import tiny_model, tiny_tokenizer
 
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted((ROOT / "podium").rglob("*.py"))
 
 # Between processes of one run, over pipes and stores that they opened for each other: no file is read.
-OWN_PROCESSES = {"controller/process.py", "controller/executors/spmd.py"}
+OWN_PROCESSES = {"controller/process.py", "controller/executors/spmd.py", "hybrid/same_device.py"}
 LOADERS = {
     "pickle": {"load", "loads", "Unpickler"},
     "cPickle": {"load", "loads"},
@@ -107,6 +107,40 @@ def test_yaml_that_names_python_objects_is_refused(tmp_path, monkeypatch):
     with pytest.raises(ConfigError):
         load_yaml(tmp_path / "recipe.yaml")
     assert not (tmp_path / "boom").exists()
+
+
+def test_a_dataset_writes_nothing_outside_of_the_run_s_folder(tmp_path):
+    """Names and texts of rows that look like paths stay names and texts."""
+    from podium.recipes import train
+
+    evil = "../../evil/x"
+    row = {"prompt": evil, "answer": evil, evil: evil, "data_source": evil}
+    (tmp_path / "home" / "runs").mkdir(parents=True)
+    result = train(
+        tiny_model(),
+        [dict(row) for _ in range(4)],
+        _named,
+        tokenizer=tiny_tokenizer(),
+        batch={"prompts_per_step": 2, "group_size": 2},
+        rollout={"max_new_tokens": 2},
+        run={"folder": str(tmp_path / "home" / "runs"), "name": "run", "steps": 1, "trackers": [], "progress": False},
+    )
+    written = {path for path in tmp_path.rglob("*") if path.is_file()}
+    assert written and all(path.is_relative_to(result.run_folder) for path in written)
+
+
+def _named(completions, log_metric, log_extra, **columns):
+    log_metric("../../evil/metric", 1.0)
+    log_extra("../../evil/column", [1.0] * len(completions))
+    return [float(len(c)) for c in completions]
+
+
+@pytest.mark.parametrize("name", ["../outside", "a/b", "..", ""])
+def test_a_run_s_name_is_a_file_name(name, tmp_path):
+    from podium.runs.folder import RunFolder
+
+    with pytest.raises(ConfigError, match="not a name for a run"):
+        RunFolder.create(tmp_path / "runs", name)
 
 
 def test_a_checkpoint_is_read_without_pickle(tmp_path):
