@@ -25,8 +25,8 @@ from podium.models.heads import ActorModel, CriticModel
 from podium.models.lm_head import base_of
 from podium.models.packed import pack
 from podium.planner.devices import DEVICES, load_cluster, this_machine
+from podium.planner.host import state_bytes
 from podium.planner.memory import RoleSpec, _adapted_pass, cache_bytes, generation_copy
-from podium.planner.plan import state_bytes
 from podium.planner.shapes import ModelShape, shape_at, shape_of
 from podium.planner.throughput import decode_step_seconds
 from podium.recipes import load
