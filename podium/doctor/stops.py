@@ -73,7 +73,7 @@ _ERRORS = {
     "CheckpointError": "a checkpoint could not be written",
 }
 _ERROR_REMEDIES = {
-    "CheckpointError": "free disk space (podium plan on the run's folder says how much it takes); --resume goes on from the last",
+    "CheckpointError": "free disk space (podium plan says how much it takes); --resume goes on from the last one",
     "OutOfMemoryError": "podium plan on this run's folder says what each phase takes and what to change",
     "WorkerLost": "was it killed for memory (dmesg)? the message has the ranks and their stacks; --resume goes on",
     "WorkerError": "the message names the ranks: all must get the same batch, settings and code",
