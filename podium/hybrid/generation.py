@@ -41,6 +41,8 @@ class GenerationGroups:
         """This rank's copy, with process groups of its own. Collective over all ranks."""
         import torch.distributed as dist
 
+        if all(len(ranks) == 1 for ranks in self.copies):
+            return TensorRanks(0, 1, None, None)
         found: TensorRanks | None = None
         for ranks in self.copies:
             group = dist.new_group(list(ranks), timeout=timeout)

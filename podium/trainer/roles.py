@@ -20,6 +20,7 @@ from podium.core.seeding import derive_seed
 from podium.core.settings import OptimizerSettings, RecipeSettings, RolloutSettings
 from podium.engines.base import SamplingParams
 from podium.engines.rollout import create_rollout_engine
+from podium.engines.rollout.divided import DividedModel, can_be_laid_out
 from podium.engines.train import TRAIN_ENGINES, ShardedEngine, create_train_engine
 from podium.engines.train.tensor_parallel import check_divides
 from podium.models.loading import load_tokenizer, quiet
@@ -191,11 +192,12 @@ class Roles:
 
         model = self.models.actor(trains=self._actor_trains)
         settings = self._rollout()
-        if generates and (self.pool.rollout_tensor > 1 or has_no_numbers(model)):
-            return self._dividing_actor(model, loss)
-        # Sharded weights cannot generate as they are: each rank generates from whole ones, which every update hands over.
+        # Sharded weights cannot generate as they are: generation has its own, which every update hands over.
         ranks = self.context.ranks
         apart = generates and loss is not None and ranks.shard * ranks.tensor * ranks.sequence > 1
+        together = self.pool.rollout_tensor > 1 or has_no_numbers(model)
+        if generates and (together or (apart and can_be_laid_out(model))):
+            return self._dividing_actor(model, loss)
         generating = copy.deepcopy(model).requires_grad_(False) if apart else model
         rollout = self._rollout_engine(generating, settings) if generates else None
         engine = self._engine("actor", as_policy(model, self._temperature()), loss)
@@ -207,8 +209,7 @@ class Roles:
         return worker
 
     def _dividing_actor(self, model: Any, loss: Loss | None) -> Any:
-        """The actor whose workers have copies of the model between them while they generate (or, read in parts, one each)."""
-        from podium.engines.rollout.divided import DividedModel
+        """The actor whose workers generate with copies of the model apart from training's: one each, or one for several."""
         from podium.hybrid.generation import DividedGeneration
         from podium.workers.actor import ActorWorker
         from podium.workers.rollout import RowExchange

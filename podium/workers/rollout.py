@@ -60,7 +60,7 @@ class RowExchange:
 
         found: RowExchange | None = None
         for members in _linked(copies, [context.ranks.data_rank(rank) for rank in range(context.world_size)]):
-            group = dist.new_group(list(members), backend="gloo", **how)
+            group = dist.new_group(list(members), backend="gloo", **how) if len(members) > 1 else None
             if context.rank in members:
                 here = tuple(tuple(copy) for copy in copies if copy[0] in members)
                 shares = tuple(context.ranks.data_rank(rank) for rank in members)

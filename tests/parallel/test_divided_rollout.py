@@ -197,6 +197,63 @@ def test_ranks_of_one_copy_stop_together(two: list[dict[str, Any]]) -> None:
     assert second.startswith("KeyboardInterrupt") and second.endswith("0 left")
 
 
+# Training's axes, ranks that share a copy, and which ones: those that keep the most (HybridFlow's micro data-parallel groups).
+FOUR: list[tuple[dict[str, int], int, tuple[tuple[int, ...], ...]]] = [
+    ({"shard": 4}, 2, ((0, 2), (1, 3))),
+    ({"shard": 2, "tensor": 2}, 2, ((0, 1), (2, 3))),
+    ({"data": 2, "tensor": 2}, 2, ((0, 1), (2, 3))),
+    ({"tensor": 4}, 2, ((0, 2), (1, 3))),  # each keeps the quarter that it has
+    ({"tensor": 4}, 4, ((0, 1, 2, 3),)),
+    ({"shard": 4}, 4, ((0, 1, 2, 3),)),
+    ({"sequence": 2, "data": 2}, 1, ((0,), (1,), (2,), (3,))),
+]
+
+
+def four_ranks(rank: int) -> list[dict[str, Any]]:
+    out = []
+    for sizes, size, _ in FOUR:
+        model = tiny_model("qwen3", num_key_value_heads=4)
+        divided, context = DividedModel(model, size), context_of(rank, **sizes)
+        engine = create_train_engine("ddp", ActorModel(model), context=context, optimizer=OPTIMIZER)
+        side = DividedGeneration(divided, engine, context, timeout=timedelta(seconds=60))
+        rollout = native_engine(side.model, tiny_tokenizer(), max_concurrent=4)
+        hand_over = side.hand_over()
+        update(engine)
+        report = hand_over(engine.policy_version)
+        rollout.update_weights(engine.policy_version)
+        exchange = RowExchange.among(side.groups.copies, context, side.ranks)
+        each = 12 // context.data_size
+        mine = rows(12).slice(context.data_rank * each, (context.data_rank + 1) * each)
+        made = exchange.generate(rollout, mine, SAMPLED)
+        columns = {name: made[name].to_list() for name in ("response_ids", "rollout_log_probs")}
+        out.append(
+            {"copies": side.groups.copies, "leads": context.ranks.leads(rank), "received": report.moved.received, **columns}
+        )
+    return out
+
+
+@pytest.mark.slow
+def test_four_ranks_sample_what_one_does() -> None:
+    """Any layout of training into any of generation, rows dealt by training's axes; who generates together keeps the most."""
+    from podium.algorithms import supervised_loss
+    from tests.properties.test_train_invariance import shared_rows
+
+    ranks = on_ranks(four_ranks, 4, timeout=280)
+    single = SingleDeviceEngine(ActorModel(tiny_model("qwen3", num_key_value_heads=4)), optimizer=OPTIMIZER)
+    single.update(shared_rows(), supervised_loss())
+    want = sampled(native_engine(single.model.model, tiny_tokenizer(), max_concurrent=4), SAMPLED, rows(12))
+    for number, (sizes, size, copies) in enumerate(FOUR):
+        cases = [made[number] for made in ranks]
+        assert cases[0]["copies"] == copies, sizes
+        got = {
+            name: [row for case in cases if case["leads"] for row in case[name]]
+            for name in ("response_ids", "rollout_log_probs")
+        }
+        assert_same(got, want)
+        same = "shard" not in sizes and sizes.get("tensor", 1) == size
+        assert all((case["received"] == 0) == same for case in cases), sizes
+
+
 def test_what_cannot_be_divided_is_refused() -> None:
     from podium.core.settings import LoraSettings
     from podium.models.adapters import add_lora
