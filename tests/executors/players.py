@@ -67,6 +67,10 @@ class Player:
         return Metrics({"tokens": (float(batch.lengths("response").sum()), len(batch))})
 
     @dispatch("rows")
+    def break_off(self, batch):
+        raise RuntimeError(f"the collective of rank {self.context.rank} broke off")
+
+    @dispatch("rows")
     def drop_a_row(self, batch):
         return batch.slice(1, len(batch))
 

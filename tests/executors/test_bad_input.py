@@ -98,6 +98,8 @@ def test_spmd_without_torchrun(monkeypatch):
     ("name", "kind", "text"),
     [
         ("other_values", "WorkerError", "actor.lengths with other values of scores"),
+        ("another_batch_size", "WorkerError", "ranks 0 and 1 call actor.lengths with 7 and 6 rows"),
+        ("another_batch_size_in_a_collective", "WorkerError", "call actor.break_off with 7 and 6 rows"),
         pytest.param(
             "another_call", "WorkerError", "rank 0 calls actor.place, rank 1 calls actor.where", marks=pytest.mark.slow
         ),

@@ -28,6 +28,18 @@ def other_values(executor):
     return _seen(lambda: role.lengths(rows))
 
 
+def another_batch_size(executor):
+    """One rank has a row less, as where a reward left a sample out on that rank alone."""
+    role = executor.launch({"actor": Player})["actor"]
+    return _seen(lambda: role.lengths(batch().index(range(7 - executor.rank))))
+
+
+def another_batch_size_in_a_collective(executor):
+    """The same, and the collectives of the method break off because of it."""
+    role = executor.launch({"actor": Player})["actor"]
+    return _seen(lambda: role.break_off(batch().index(range(7 - executor.rank))))
+
+
 def another_call(executor):
     role = executor.launch({"actor": Player})["actor"]
     return _seen(lambda: role.where() if executor.rank else role.place())
@@ -42,4 +54,14 @@ def not_built(executor):
     return _seen(lambda: executor.launch({"actor": Unbuildable}))
 
 
-SPMD = {f.__name__: f for f in (other_values, another_call, one_fails_while_the_other_waits, not_built)}
+SPMD = {
+    f.__name__: f
+    for f in (
+        other_values,
+        another_batch_size,
+        another_batch_size_in_a_collective,
+        another_call,
+        one_fails_while_the_other_waits,
+        not_built,
+    )
+}

@@ -88,7 +88,7 @@ class SpmdExecutor:
                 break
             workers = [worker if rank == self.rank else None for rank in range(self.world)]
             handles[role] = RoleHandle(WorkerGroup(role, workers, type(worker), ranks[role], "torchrun"), self)
-        self._agree(_Call("all roles", "building", {}), failure)
+        self._agree(_Call("all roles", "building", 0, {}), failure)
         return handles
 
     def _ranks(self, roles: list[str]) -> dict[str, Ranks]:
@@ -131,7 +131,7 @@ class SpmdExecutor:
             except Exception as error:
                 context = WorkerContext(group.role, self.rank, group.ranks, self.device, self._backend, group.pool)
                 failure = Failure.of(explained(error, context, method), f"{context}, method '{method}'")
-        self._agree(_Call(group.role, method, _digests(plan)), failure)
+        self._agree(_Call(group.role, method, *_digests(plan)), failure)
         if plan.for_files:
             return Future.of(plan.collect([result]) if self.rank in plan.read else None)
         results: list[Any] = [None] * self.world
@@ -160,21 +160,28 @@ class SpmdExecutor:
             cause = said[failures[0][1]][1].raised()
             if silent:
                 cause.add_note(f"{names_of(silent)} did not end within {self.grace_seconds:g} s after that")
+            try:  # other rows on one rank, say, are why a collective broke off
+                self._compare({rank: call for rank, (call, _, _) in said.items()})
+            except WorkerError as different:
+                raise different from cause
             raise cause
         if silent:
             raise WorkerLost(f"{names_of(silent)} did not get there within {self.deadline_seconds:g} s", where=str(call))
         self._compare({rank: call for rank, (call, _, _) in said.items()})
 
     def _compare(self, calls: dict[int, _Call]) -> None:
-        first = calls[0]
+        one = min(calls)
+        first = calls[one]
         for rank, other in calls.items():
             if other == first:
                 continue
             if (other.role, other.method) != (first.role, first.method):
-                what = f"rank 0 calls {first}, rank {rank} calls {other}"
+                what = f"rank {one} calls {first}, rank {rank} calls {other}"
+            elif other.rows != first.rows:
+                what = f"ranks {one} and {rank} call {first} with {first.rows} and {other.rows} rows"
             else:
                 odd = sorted(n for n in {*first.columns, *other.columns} if first.columns.get(n) != other.columns.get(n))
-                what = f"ranks 0 and {rank} call {first} with other values of {', '.join(odd)}"
+                what = f"ranks {one} and {rank} call {first} with other values of {', '.join(odd)}"
             raise WorkerError(
                 f"the ranks do not do the same: {what}",
                 where="executor spmd",
@@ -184,23 +191,25 @@ class SpmdExecutor:
 
 @dataclass(frozen=True)
 class _Call:
-    """What a rank called, and a checksum of each column that it gave."""
+    """What a rank called, how many rows it gave, and a checksum of each column."""
 
     role: str
     method: str
+    rows: int
     columns: dict[str, int]
 
     def __str__(self) -> str:
         return f"{self.role}.{self.method}"
 
 
-def _digests(plan: Plan) -> dict[str, int]:
+def _digests(plan: Plan) -> tuple[int, dict[str, int]]:
+    calls = {id(call): call for call in plan.calls}.values()
+    batches = [given for args, kwargs in calls for given in (*args, *kwargs.values()) if isinstance(given, Batch)]
     sums: dict[str, int] = {}
-    for args, kwargs in {id(call): call for call in plan.calls}.values():
-        for batch in (*args, *kwargs.values()):
-            for name in batch.names if isinstance(batch, Batch) else ():
-                sums[name] = _checksum(batch[name], sums.get(name, 0))
-    return sums
+    for batch in batches:
+        for name in batch.names:
+            sums[name] = _checksum(batch[name], sums.get(name, 0))
+    return sum(len(batch) for batch in batches), sums
 
 
 def _checksum(value: Any, start: int) -> int:
