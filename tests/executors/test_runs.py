@@ -95,7 +95,8 @@ def test_grpo_whose_workers_generate_with_one_model_between_them(name, ray_clust
         assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-5)
 
 
-@pytest.mark.parametrize("generates", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("generates", [1, 2])
 def test_models_that_workers_read_in_parts(generates, ray_cluster, tmp_path):
     """PPO from a folder, actor and critic in FSDP: each worker reads its part; the numbers of one process that read it all."""
     tiny_model().save_pretrained(tmp_path / "model")
