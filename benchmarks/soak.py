@@ -2,6 +2,7 @@
 
     python benchmarks/soak.py                  2,000 steps of GRPO: rollouts, rewards, updates, evaluations, checkpoints
     python benchmarks/soak.py --steps 300 --algorithm ppo
+    python benchmarks/soak.py --day            24 hours' worth of a run's log, a step a second, written without training
 
 Host memory is this process's resident set, measured after every step; growth is from the mean of the tenth after the first
 (imports, caches and the allocator have settled by then) to the mean of the last tenth. Prints one JSON object; ends with
@@ -52,7 +53,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--algorithm", default="grpo", choices=["grpo", "ppo"])
+    parser.add_argument("--day", action="store_true", help="write 24 hours' worth of metrics, samples and alarms")
     options = parser.parse_args()
+    if options.day:
+        print(json.dumps(day()))
+        return
 
     import torch
 
@@ -95,6 +100,34 @@ def main() -> None:
     print(json.dumps(report))
     shutil.rmtree(root)
     sys.exit(0 if report["growth_mb"] < GROWTH_MB else 1)
+
+
+def day(steps: int = 86_400) -> dict[str, Any]:
+    """What a run folder holds after so many steps: 60 metrics, eight samples of 512 tokens each, an alarm in every second."""
+    import torch
+
+    from podium.core.resident import resident_mb
+    from podium.runs.folder import RunFolder
+    from podium.trainer.samples import encoded
+
+    ids, numbers = torch.arange(512), -torch.rand(512)
+    row = {"prompt": "p" * 300, "response": "r" * 2000, "rewards": 0.5, "response_ids": encoded(ids)}
+    row |= {name: encoded(numbers) for name in ("rollout_log_probs", "old_log_probs", "advantages")}
+    metrics = {f"stage/a_metric_of_a_usual_name_{i}": 0.123456789 * i for i in range(60)}
+    root = Path(tempfile.mkdtemp(prefix="podium-day-"))
+    run, before, started = RunFolder.create(root, "day"), 0.0, time.monotonic()
+    for step in range(1, steps + 1):
+        run.log(step, metrics)
+        run.write_samples(step, [row] * 8)
+        if step % 2:
+            run.write_alarm({"step": step, "metric": "watch/log_prob_gap", "value": 0.1, "bound": 0.05, "over": False})
+        if step == steps // 10:
+            before = resident_mb() or 0.0
+    run.close()
+    grown = (resident_mb() or 0.0) - before
+    written = volume(run.path)
+    shutil.rmtree(root)
+    return {"steps": steps, "seconds": round(time.monotonic() - started), "growth_mb": round(grown, 1), "written": written}
 
 
 def summary(memory: list[float], steps: int, seconds: float, folder: Path) -> dict[str, Any]:

@@ -120,7 +120,7 @@ PARTS = {
     "training's log-probs once more": (WatchStage, "_spot"),
     "numbers of the watch stage": (WatchStage, "run"),
     "state kept at the border": (loops.Loop, "_mark"),
-    "rows as plain values": (loops, "_samples"),
+    "rows as plain values": (loops, "sampled_rows"),
     "samples on disk": (RunFolder, "write_samples"),
     "metrics on disk": (loops.Loop, "_log"),
     "bounds": (loops.Loop, "_hold_to_bounds"),
