@@ -56,9 +56,9 @@ class GenerationGroups:
 class DividedGeneration:
     """The generation side of an actor whose weights are laid out otherwise than generation needs them.
 
-    `model` is this rank's part (all of it, where a copy is one rank's), a `transformers` model for the rollout engine, with training's present weights. A tensor
-    that training holds as generation needs it (TP training of the same size) is training's own memory; others are new
-    memory, which every hand-over fills. Collective.
+    `model` is this rank's part (all of it, where a copy is one rank's), a `transformers` model for the rollout engine, with
+    training's present weights. A tensor that training holds as generation needs it (TP training of the same size) is
+    training's own memory; others are new memory, which every hand-over fills. Collective.
 
     Args:
         divided: made from the model before the engine cut it.

@@ -2,8 +2,8 @@
 
 The rules are those of training (`engines/train/tensor_parallel.py`): queries, keys, values, gate and up are cut by columns, the
 products after them by rows; embedding, norms and the LM head are whole. Every rank computes all logits from the same
-hidden states. With a divided head they would have to be gathered, which for a large batch takes longer than reading the rest of
-the head's weight (by arithmetic: 256 rows of a 152k vocabulary in bf16 are 78 MB; half of a 7B's head is 545 MB of local memory).
+hidden states. With a divided head they would have to be gathered, which for a large batch takes longer than reading the rest
+of the head (by arithmetic: 256 rows of a 152k vocabulary in bf16 are 78 MB to send; half of a 7B's head is 545 MB to read).
 """
 
 from __future__ import annotations
