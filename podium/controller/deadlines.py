@@ -19,6 +19,7 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import json
+import math
 import os
 import resource
 import signal
@@ -91,6 +92,7 @@ class Deadlines:
         self._before: Any = None
         self._stacks: TextIO | None = None
         self._open = False
+        self._asleep_until = self._armed = math.inf
 
     # ------------------------------------------------------------------ around a run
 
@@ -109,6 +111,7 @@ class Deadlines:
             self._before = None
         if self._stacks is not None:
             faulthandler.cancel_dump_traceback_later()
+            self._armed = math.inf
             self._stacks.close()
             with suppress(OSError):
                 path = self.folder / STACKS
@@ -168,17 +171,16 @@ class Deadlines:
             if self._watcher is None:
                 self._watcher = threading.Thread(target=self._watch, name="deadlines", daemon=True)
                 self._watcher.start()
-            self._changed.notify_all()
+            if wait.end < self._asleep_until:
+                self._changed.notify_all()
         self._arm()
 
     def _finish(self, wait: Wait) -> None:
         wait.ended = True
         with self._changed:
             self.waits.remove(wait)
-            self._changed.notify_all()
             if wait.report is not None and not self._by_signal(wait):  # one that has not arrived yet
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(wait.thread), None)
-        self._arm()
 
     def _by_signal(self, wait: Wait) -> bool:
         return wait.thread == threading.main_thread().ident and self._before is not None
@@ -194,9 +196,12 @@ class Deadlines:
                 self.grace = 0.0
                 return
         ends = [wait.end for wait in list(self.waits)]
+        needed = min(ends) + self.grace if ends else math.inf
+        if 0 <= needed - self._armed <= self.grace / 10:
+            return  # to set it anew makes a thread; a little early will do
+        self._armed = needed
         if ends:
-            left = max(0.1, min(ends) + self.grace - time.monotonic())
-            faulthandler.dump_traceback_later(left, exit=True, file=self._stacks)
+            faulthandler.dump_traceback_later(max(0.1, needed - time.monotonic()), exit=True, file=self._stacks)
         else:
             faulthandler.cancel_dump_traceback_later()
 
@@ -213,10 +218,17 @@ class Deadlines:
     # ------------------------------------------------------------------ the watching thread
 
     def _watch(self) -> None:
+        """Sleeps until the earliest end that it knows. Waits that end before it do not wake it: most end at once. Where nothing
+        waits any more, it takes back the last resort that they have left, in good time.
+        """
         with self._changed:
             while self._open:
-                left = [wait.end - time.monotonic() for wait in self.waits if wait.report is None]
-                self._changed.wait(max(0.0, min(left)) if left else None)
+                ends = [wait.end for wait in self.waits if wait.report is None]
+                if not self.waits and self._armed < math.inf:
+                    ends = [self._armed - 0.5 * self.grace]
+                self._asleep_until = min(ends, default=math.inf)
+                self._changed.wait(max(0.0, self._asleep_until - time.monotonic()) if ends else None)
+                self._arm()
                 late = [w for w in self.waits if w.report is None and time.monotonic() >= w.end]
                 if late:
                     self._passed(late[-1])  # the innermost: what it is in will end with it

@@ -158,6 +158,43 @@ def test_native_code_that_never_returns_ends_the_process_with_its_stacks(tmp_pat
     assert "in stuck" in (tmp_path / "stacks_001.txt").read_text() and "stacks_001.txt" in said[0]
 
 
+@pytest.fixture
+def last_resort(monkeypatch):
+    """Seconds that the last resort was set to, and None where it was taken back."""
+    calls = []
+    monkeypatch.setattr("faulthandler.dump_traceback_later", lambda left, **given: calls.append(left))
+    monkeypatch.setattr("faulthandler.cancel_dump_traceback_later", lambda: calls.append(None))
+    return calls
+
+
+def test_short_waits_cost_no_thread_each(tmp_path, last_resort):
+    """The last resort is set anew only where it would come too late or too early."""
+    with Deadlines({"call": 100.0, "reward": 10.0, "data": 50.0}, tmp_path, grace=40.0) as deadlines:
+        for kind in ("call", "reward", "data"):
+            for _ in range(20):
+                with deadlines.waiting(kind, "a stage"):
+                    pass
+    assert last_resort == [pytest.approx(140, abs=1), pytest.approx(50, abs=1), pytest.approx(90, abs=1), None]
+
+
+def test_the_last_resort_is_taken_back_where_nothing_waits(tmp_path, last_resort):
+    with Deadlines({"call": 0.3}, tmp_path, grace=0.4) as deadlines:
+        with deadlines.waiting("call", "a stage"):
+            pass
+        time.sleep(0.6)
+        assert last_resort == [pytest.approx(0.7, abs=0.1), None]
+
+
+def test_a_wait_that_ends_sooner_than_the_last_is_not_overslept(tmp_path):
+    with Deadlines({"call": 100.0, "reward": 0.2}, tmp_path) as deadlines:
+        with deadlines.waiting("call", "the first"):
+            pass
+        started = time.monotonic()
+        with pytest.raises(DeadlineError), deadlines.waiting("reward", "the second"):
+            time.sleep(5)
+        assert time.monotonic() - started < 3
+
+
 def test_a_report_without_its_samples(deadlines):
     def unknown():
         raise KeyError("prompt")
