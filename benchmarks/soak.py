@@ -110,7 +110,7 @@ def day(steps: int = 86_400) -> dict[str, Any]:
     from podium.runs.folder import RunFolder
     from podium.trainer.samples import encoded
 
-    ids, numbers = torch.arange(512), -torch.rand(512)
+    ids, numbers = list(range(512)), (-torch.rand(512)).tolist()
     row = {"prompt": "p" * 300, "response": "r" * 2000, "rewards": 0.5, "response_ids": encoded(ids)}
     row |= {name: encoded(numbers) for name in ("rollout_log_probs", "old_log_probs", "advantages")}
     metrics = {f"stage/a_metric_of_a_usual_name_{i}": 0.123456789 * i for i in range(60)}

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from podium.core.batch import Batch
+from podium.core.batch import Batch, Ragged
 from podium.runs.folder import Encoded
 
 MOST_TOKENS = 4096
@@ -34,32 +34,37 @@ def sampled_rows(batch: Batch, count: int, tokens: int | None = MOST_TOKENS) -> 
     kept = [n for n in ("prompt", "response", "finish_reason", "group_id", "policy_version") if n in rows]
     each = [n for n in _PER_TOKEN if n in rows]
     sizes = (rows.lengths("prompt") + rows.lengths("response")).cumsum(0).tolist()
-    out = []
+    whole = sum(tokens is None or size <= tokens for size in sizes)  # so many first rows come with their tokens
+    columns = {n: [float(v) for v in rows[n].tolist()] for n in numbers}
+    columns |= {n: _encoded_rows(rows[n].slice(0, whole)) for n in each}
+    out: list[dict[str, Any]] = []
     for i in range(len(rows)):
-        row = {**{n: _item(rows[n][i]) for n in kept}, **{n: float(rows[n][i]) for n in numbers}}
-        if tokens is None or sizes[i] <= tokens:
-            row |= {name: encoded(rows[name][i]) for name in each}
-        out.append(row)
+        row = {n: _item(rows[n][i]) for n in kept}
+        out.append(row | {n: values[i] for n, values in columns.items() if i < len(values)})
     return out
+
+
+def _encoded_rows(column: Ragged) -> list[Encoded | None]:
+    values = column.values
+    if values.dtype == torch.bool:
+        column = Ragged(values.to(torch.int8), column.offsets)
+    return [encoded(row) for row in column.to_list()]
 
 
 def _item(value: Any) -> Any:
     return value.item() if hasattr(value, "item") else value
 
 
-def encoded(column: Tensor) -> Encoded | None:
+def encoded(values: Sequence[float]) -> Encoded | None:
     """A row's values as JSON, to six digits; None where nothing was measured. A number that is not finite is null.
 
     Written by one formatting of the whole row: number by number it would take some milliseconds of every step.
     """
-    if not column.is_floating_point():
-        return Encoded(str((column.to(torch.int8) if column.dtype == torch.bool else column).tolist()))
-    values = column.tolist()
+    if not values or isinstance(values[0], int):
+        return Encoded(str(list(values)))
     text = f"[{', '.join(['%.6g'] * len(values)) % tuple(values)}]"
     if "n" in text:  # nan, inf
-        text = _NO_NUMBER.sub("null", text)
-        if values and all(v != v for v in values):
-            return None
-    elif "." not in text and "e" not in text and values:
-        return Encoded(str(values))  # whole numbers: read back as floats
+        return None if all(v != v for v in values) else Encoded(_NO_NUMBER.sub("null", text))
+    if "." not in text and "e" not in text:
+        return Encoded(str(list(values)))  # whole numbers: read back as floats
     return Encoded(text)
