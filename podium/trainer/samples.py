@@ -35,7 +35,7 @@ def sampled_rows(batch: Batch, count: int, tokens: int | None = MOST_TOKENS) -> 
     each = [n for n in _PER_TOKEN if n in rows]
     sizes = (rows.lengths("prompt") + rows.lengths("response")).cumsum(0).tolist()
     whole = sum(tokens is None or size <= tokens for size in sizes)  # so many first rows come with their tokens
-    columns = {n: [float(v) for v in rows[n].tolist()] for n in numbers}
+    columns: dict[str, list[Any]] = {n: [float(v) for v in rows[n].tolist()] for n in numbers}
     columns |= {n: _encoded_rows(rows[n].slice(0, whole)) for n in each}
     out: list[dict[str, Any]] = []
     for i in range(len(rows)):
