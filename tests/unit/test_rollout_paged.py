@@ -175,6 +175,32 @@ def test_release_gives_the_memory_back_and_running_requests_go_on() -> None:
     _same([_finish(engine)[request_id]], [whole])
 
 
+def _of(tokens: int, new: int, seed: int) -> Request:
+    return Request(tuple(range(5, 5 + tokens)), SamplingParams(max_new_tokens=new, temperature=1.0), seed)
+
+
+@pytest.mark.parametrize("running", [False, True])
+def test_a_cache_that_short_requests_sized_grows_for_a_longer_one(running: bool) -> None:
+    short, long = _of(6, 9, 1), _of(20, 60, 2)
+    engine = _engine(max_concurrent=2)
+    first = engine.submit(short)
+    engine.step()
+    before = engine.cache_bytes
+    done = {} if running else _finish(engine)
+    second = engine.submit(long)
+    done |= _finish(engine)
+    assert engine.cache_bytes > before
+    _same([done[first], done[second]], _run(_engine(max_concurrent=2), short, long))
+
+
+def test_a_cache_that_has_all_it_may_have_stays() -> None:
+    engine = _engine(max_concurrent=2, max_cache_tokens=64)
+    _run(engine, _of(6, 30, 1))
+    held = engine.cache_bytes
+    _run(engine, _of(10, 40, 2))
+    assert engine.cache_bytes == held
+
+
 def test_new_weights_start_a_segment_and_no_old_key_is_used() -> None:
     model = tiny_model()
     engine = PagedEngine(model, TOKENIZER, max_concurrent=3, page_size=4, steps_per_look=4)

@@ -97,6 +97,7 @@ class PagedEngine:
         self._looks: deque[Look] = deque()
         self._finished: list[Trajectory] = []
         self._stale = False
+        self._sized_for: int | None = None  # tokens of the longest request that the cache was sized for; None: no more to have
         self._ids = count()
         self._ends = end_token_ids(model, tokenizer)
         self._limits = Limits.within_one_rotation(model)
@@ -120,6 +121,7 @@ class PagedEngine:
         rule = StopRule(self.tokenizer, request.sampling, self._ends, request.prompt_ids, request.response_ids)
         steering = Steering.of(self.tokenizer, request.sampling, self._limits.vocabulary)
         sequence = Sequence(next(self._ids), request, rule, steering=steering)
+        self._resize_for(sequence)
         self._scheduler.check_fits(sequence)
         self._scheduler.add(sequence)
         return sequence.id
@@ -200,14 +202,22 @@ class PagedEngine:
         if self._cache.pages is not None or not self._scheduler.waiting:
             return
         longest = max(sequence.most for sequence in self._scheduler.waiting.values())
-        pages = cache_pages(
-            self._cache, self.max_cache_tokens, self._scheduler.max_concurrent * -(-longest // self._cache.page_size)
-        )
+        most = self._scheduler.max_concurrent * -(-longest // self._cache.page_size)
+        pages = cache_pages(self._cache, self.max_cache_tokens, most)
         if self._ranks is not None:  # they must decide alike, and their devices' free memory differs
             pages = self._ranks.least(pages)
         self._cache.allocate(pages)
         self._scheduler.pool = PagePool(pages, self._cache.page_size)
+        self._sized_for = longest if pages == most else None
         _log.info("rollout cache: %d pages of %d tokens, %.2f GB", pages, self._cache.page_size, self._cache.bytes / 1e9)
+
+    def _resize_for(self, sequence: Sequence) -> None:
+        """Gives back a cache that shorter requests sized where it is idle or too small for this one: the next step takes more."""
+        pool = self._scheduler.pool
+        if pool is None or self._sized_for is None or sequence.most <= self._sized_for:
+            return
+        if not self._scheduler.rows or pool.needed(sequence.most) > pool.pages:
+            self.release()
 
     def _restart(self) -> None:
         """All running requests wait again, first."""
