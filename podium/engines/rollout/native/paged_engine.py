@@ -212,7 +212,7 @@ class PagedEngine:
         _log.info("rollout cache: %d pages of %d tokens, %.2f GB", pages, self._cache.page_size, self._cache.bytes / 1e9)
 
     def _resize_for(self, sequence: Sequence) -> None:
-        """Gives back a cache that shorter requests sized where it is idle or too small for this one: the next step takes more."""
+        """Gives back a cache that shorter requests sized, where it is idle or too small: the next step takes a larger one."""
         pool = self._scheduler.pool
         if pool is None or self._sized_for is None or sequence.most <= self._sized_for:
             return
