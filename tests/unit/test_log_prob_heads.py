@@ -63,13 +63,17 @@ def check_in_fp32(head: str, temperature: float, device: str, tolerance: float =
 
 
 def check_in_16_bits(head: str, temperature: float, dtype: torch.dtype, device: str) -> None:
-    """As near to the fp32 run of the same weights as the library's own code in 16 bits comes."""
+    """As near to the fp32 run of the same weights as the library's own code in 16 bits comes.
+
+    Below one and a half steps of fp16 (1.5e-3) it is chance whose 15 tokens were rounded the luckier way.
+    """
+    chance = 1.5 * torch.finfo(torch.float16).eps
     exact = results(head, temperature, torch.float32, device, False)
     plainly, got = (results(head, temperature, dtype, device, ours) for ours in (False, True))
     for mine, theirs, right in zip(got, plainly, exact, strict=True):
         assert mine.dtype == torch.float32
         error, their_error = (float((x - right).norm() / right.norm()) for x in (mine, theirs))
-        assert error < max(1.5 * their_error, 1e-3)
+        assert error < max(1.5 * their_error, chance)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
