@@ -22,8 +22,6 @@ def connect(address: str | None, processes: int) -> Any:
     if ray.is_initialized():
         return ray
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    if not address:  # Ray's servers listen on every address of the machine: whoever calls them is to know the cluster's token
-        os.environ.setdefault("RAY_AUTH_MODE", "token")
     local = {} if address else {"num_cpus": max(os.cpu_count() or 1, processes), "include_dashboard": False}
     try:
         _check_answers(address)
