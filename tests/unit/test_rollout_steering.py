@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from tests.parity.test_native_vs_hf import assert_same, run
 from tests.tiny import VOCAB_SIZE, tiny_model, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
+PAGE = Path(__file__).parents[2] / "docs" / "rollout.md"
 Make = Callable[..., RolloutEngine]
 ENGINES: list[Make] = [HFEngine, NativeEngine, lambda m, t: PagedEngine(m, t, page_size=8, steps_per_look=4)]
 NAMES = ["hf", "slots", "paged"]
@@ -118,11 +121,24 @@ def test_a_word_of_several_tokens_is_stopped_at_its_last() -> None:
         ({"logit_bias": ((-1, 1.0),)}, "token id -1 of logit_bias"),
         ({"logit_bias": ((5, math.nan),)}, r"logit_bias=\(\(5, nan\),\) is out of range"),
         ({"logit_bias": ((5, math.inf),)}, r"logit_bias=\(\(5, inf\),\) is out of range"),
-        ({"logit_bias": ((5, 1.0), (5, 2.0))}, "out of range"),
+        ({"logit_bias": ((5, 1.0), (5, 2.0))}, "out of range\n  -> each token id once"),
+        ({"logit_bias": {5: 1.0}}, r"logit_bias={5: 1.0} is no list of pairs \(token id, number\)(.|\n)*items\(\)"),
+        ({"logit_bias": ((5, "much"),)}, "is no list of pairs"),
+        ({"logit_bias": (5, 1.0)}, "is no list of pairs"),
         ({"logit_bias": tuple((i, 1.0) for i in range(MOST_BIASES + 1))}, f"make {MOST_BIASES + 1} biases, more than"),
         ({"bad_words": ("fine", " ")}, r"bad_words=\('fine', ' '\) is out of range"),
+        ({"bad_words": "fine"}, "bad_words='fine' is no list of texts\n  -> bad_words="),
+        ({"bad_words": (5,)}, r"bad_words=\(5,\) is no list of texts"),
+        ({"stop": "END"}, "stop='END' is no list of texts"),
     ],
 )
 def test_bad_input(make: Make, settings: dict[str, object], message: str) -> None:
     with pytest.raises(RolloutError, match=message):
         make(tiny_model(), TOKENIZER).submit(_greedy(**settings))
+
+
+def test_the_page_shows_how_they_are_given() -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.S)
+    names = {"model": tiny_model(initializer_range=0.3), "tokenizer": TOKENIZER}
+    exec(code, names)
+    assert names["text"]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from numbers import Integral, Real
 
 from transformers import PreTrainedModel
 
 from podium.core.errors import RolloutError
-from podium.engines.base import Request, Trajectory
+from podium.engines.base import Request, SamplingParams, Trajectory
 
 
 @dataclass(frozen=True)
@@ -65,18 +67,42 @@ class Limits:
 
 def _check_sampling(request: Request) -> None:
     s = request.sampling
-    for name, value, good in (
-        ("temperature", s.temperature, s.temperature >= 0),
-        ("top_p", s.top_p, 0 < s.top_p <= 1),
-        ("top_k", s.top_k, s.top_k >= 0),
-        ("min_p", s.min_p, 0 <= s.min_p <= 1),
-        ("stop", s.stop, all(s.stop)),
-        ("bad_words", s.bad_words, all(word.strip() for word in s.bad_words)),
-        ("logit_bias", s.logit_bias, all(bias < math.inf for _, bias in s.logit_bias)),
-        ("logit_bias", s.logit_bias, len({token for token, _ in s.logit_bias}) == len(s.logit_bias)),
+    _check_form(s)
+    tokens = [token for token, _ in s.logit_bias]
+    for name, value, good, remedy in (
+        ("temperature", s.temperature, s.temperature >= 0, "0 (greedy) or more"),
+        ("top_p", s.top_p, 0 < s.top_p <= 1, "above 0, at most 1 (the whole distribution)"),
+        ("top_k", s.top_k, s.top_k >= 0, "0 (no limit) or more"),
+        ("min_p", s.min_p, 0 <= s.min_p <= 1, "from 0 (no limit) to 1"),
+        ("stop", s.stop, all(s.stop), "no empty text among them"),
+        ("bad_words", s.bad_words, all(word.strip() for word in s.bad_words), "no empty text among them"),
+        ("logit_bias", s.logit_bias, all(bias < math.inf for _, bias in s.logit_bias), "finite numbers, or -inf to forbid"),
+        ("logit_bias", s.logit_bias, len(set(tokens)) == len(tokens), "each token id once"),
     ):
         if not good:
-            raise RolloutError(f"{name}={value!r} is out of range", where="SamplingParams")
+            raise RolloutError(f"{name}={value!r} is out of range", where="SamplingParams", remedy=remedy)
+
+
+def _check_form(s: SamplingParams) -> None:
+    """One text is a sequence of texts to Python, and a mapping one of its keys: both would be taken for something else."""
+    for name, texts in (("stop", s.stop), ("bad_words", s.bad_words)):
+        if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
+            raise RolloutError(
+                f"{name}={texts!r} is no list of texts", where="SamplingParams", remedy=f"{name}=('one', 'another')"
+            )
+    if isinstance(s.logit_bias, Mapping) or not all(_is_bias(pair) for pair in s.logit_bias):
+        raise RolloutError(
+            f"logit_bias={s.logit_bias!r} is no list of pairs (token id, number)",
+            where="SamplingParams",
+            remedy="logit_bias=((42, -1.5), (43, float('-inf'))); of a mapping: tuple(mapping.items())",
+        )
+
+
+def _is_bias(pair: object) -> bool:
+    match pair:
+        case [Integral(), Real()]:  # numpy's numbers too
+            return True
+    return False
 
 
 def resume(request: Request, partial: Trajectory) -> Request:
