@@ -14,6 +14,7 @@ from podium.core.settings import OptimizerSettings
 from podium.engines.train import SingleDeviceEngine, create_train_engine, offload
 from podium.engines.train.optim import MasterAdamW
 from podium.models.heads import ActorModel
+from podium.models.storage import store_by_columns
 from podium.recipes import build, load
 from tests.properties.test_train_invariance import CASES, rows
 from tests.tiny import tiny_model, tiny_tokenizer
@@ -68,6 +69,31 @@ def test_a_checkpoint_is_the_same_and_either_goes_on_from_it(dtype: torch.dtype,
     assert set(state["optimizer"]["masters"]) == (set() if dtype == torch.float32 else set(state["model"]))
     second = engine(after, dtype)
     second.load_state_dict(state)
+    for _ in range(2):
+        second.update(rows(), loss)
+    assert same(weights(second), weights(whole))
+
+
+def test_a_checkpoint_whose_moments_lie_otherwise_than_the_masters() -> None:
+    """A rollout engine of a CPU lays matrices by columns; a file gives every tensor by rows."""
+    _, loss = CASES["policy"]
+    whole = engine(False)
+    for _ in range(3):
+        whole.update(rows(), loss)
+
+    def by_columns() -> SingleDeviceEngine:
+        model = tiny_model("qwen2")
+        store_by_columns(model)
+        return SingleDeviceEngine(ActorModel(model), optimizer=SETTINGS, microbatch_tokens=60, offload_optimizer=True)
+
+    def by_rows(state: Any) -> Any:
+        if isinstance(state, dict):
+            return {name: by_rows(value) for name, value in state.items()}
+        return state.contiguous().clone() if isinstance(state, Tensor) else state
+
+    first, second = by_columns(), by_columns()
+    first.update(rows(), loss)
+    second.load_state_dict(by_rows(first.state_dict()))
     for _ in range(2):
         second.update(rows(), loss)
     assert same(weights(second), weights(whole))

@@ -66,6 +66,7 @@ class OffloadedAdamW(MasterAdamW):
         return [grad for name in self._parameters if (grad := self._grad(name)) is not None]
 
     def _apply(self) -> None:
+        self._align()  # moments from a file lie by rows, whatever their masters do
         buckets = list(self._buckets())
         if buckets and not self._staging:
             device = next(iter(self._parameters.values())).device
