@@ -151,12 +151,16 @@ class TrainedRole:
         """What tells these weights from others."""
         return weights_digest(self.engine)
 
-    @dispatch("broadcast")
+    @dispatch("gather")
     def weights_mark(self) -> dict[str, Any]:
-        """What changes with every write to the weights or the optimizer's state; small, and no weight is sent."""
+        """What changes with every write to the weights or the optimizer's state; small, and no weight is sent.
+
+        Of every worker: an update can have broken off on one of them.
+        """
         own = getattr(self.engine, "weights_mark", None)
-        if own is not None and self.context.world_size == 1:
-            return own()
+        if own is not None:
+            mark: dict[str, Any] = own()
+            return mark
         model = getattr(self.engine, "model", None)
         if self.context.world_size == 1 or not isinstance(model, torch.nn.Module):
             return weights_mark(self.engine.state_dict())

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from podium.engines.train.sharded import ShardedEngine
 from podium.models.heads import ActorModel, CriticModel
 from podium.models.loading import load_causal_lm
 from podium.models.own import OwnActor
+from podium.workers.base import TrainedRole
 from tests.parallel.processes import context_of, on_ranks, once
 from tests.properties.test_train_invariance import CASES, shared_rows
 from tests.tiny import tiny_model
@@ -139,7 +141,7 @@ def two_ranks(rank: int, folder: str) -> dict[str, Any]:
     for name, sizes in TWO:
         engine, batch, loss = sharded(rank, name, sizes)
         out[name, str(sizes)] = steps(engine, batch, loss)
-    for check in (computes, offloads, in_16_bits, resumes, saves, lays_out):
+    for check in (computes, offloads, in_16_bits, resumes, saves, lays_out, marks):
         out[check.__name__] = check(rank, folder)
     return out
 
@@ -213,6 +215,23 @@ def lays_out(rank: int, _: str) -> Any:
     engine, _, _ = sharded(rank, "policy", {"tensor": 2})
     layout = engine.layout()
     return {name.removeprefix("model.model."): shards.boxes for name, shards in layout.tensors.items()}
+
+
+def marks(rank: int, _: str) -> Any:
+    """Marks of the weights: after a step, after a pass that writes nothing, after an update that broke off behind its step."""
+    out = {}
+    for axis in AXES:
+        for offload in (False, True):
+            engine, batch, loss = sharded(rank, "policy", {axis: 2}, offload_optimizer=offload)
+            role = TrainedRole(engine, context=engine.context)
+            steps(engine, batch, loss, 1)
+            found = [role.weights_mark()]
+            engine.compute(batch, ("log_probs",))
+            found.append(role.weights_mark())
+            with patch.object(engine, "_over_ranks", side_effect=TimeoutError), pytest.raises(TimeoutError):
+                engine.update(batch, loss)
+            out[axis, offload] = [*found, role.weights_mark()]
+    return out
 
 
 @pytest.fixture(scope="module")
@@ -302,6 +321,15 @@ def test_heads_are_cut_and_norms_are_whole(two: list[dict[str, Any]]) -> None:
     assert boxes["layers.0.mlp.down_proj.weight"] == (Box((0, 0), (64, 64)), Box((0, 64), (64, 128)))
     assert boxes["norm.weight"] == (Box((0,), (64,)),) * 2
     assert two[0]["lays_out"] == two[1]["lays_out"]
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("axis", AXES)
+def test_an_update_that_broke_off_behind_its_step_shows(two: list[dict[str, Any]], axis: str, offload: bool) -> None:
+    """The fused kernel writes weights that are their own masters, and torch does not count it."""
+    for ranks in two:
+        before, again, after = ranks["marks"][axis, offload]
+        assert before == again != after
 
 
 # ------------------------------------------------------------------ four processes

@@ -182,7 +182,10 @@ class MasterAdamW:
     # ------------------------------------------------------------------ state
 
     def mark(self) -> list[int]:
-        """Updates, and torch's own count of writes to each parameter, master and moment: an update that broke off shows too."""
+        """Updates, and torch's own count of writes to each parameter, master and moment: an update that broke off shows too.
+
+        The fused kernel's writes to fp32 parameters and moments are not counted; it counts up each one's `step` first.
+        """
         moments = (t for state in self._adamw.state.values() for t in state.values() if isinstance(t, Tensor))
         tensors = chain(self._parameters.values(), self._masters.values(), moments)
         held = (getattr(t, "_local_tensor", t) for t in tensors)
