@@ -8,10 +8,11 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from podium.core.settings import OptimizerSettings
 from podium.engines.train import SingleDeviceEngine, create_train_engine, offload
+from podium.engines.train.offload import OffloadedAdamW
 from podium.engines.train.optim import MasterAdamW
 from podium.models.heads import ActorModel
 from podium.models.storage import store_by_columns
@@ -97,6 +98,20 @@ def test_a_checkpoint_whose_moments_lie_otherwise_than_the_masters() -> None:
     for _ in range(2):
         second.update(rows(), loss)
     assert same(weights(second), weights(whole))
+
+
+def test_parameters_that_get_a_gradient_only_later() -> None:
+    """The staging memory is made at the first update, and has room for what any other one brings."""
+    results = []
+    for kind in (MasterAdamW, OffloadedAdamW):
+        torch.manual_seed(0)
+        small, large = (nn.Parameter(torch.randn(size)) for size in (10, 7_000))
+        optimizer = kind([("small", small), ("large", large)], SETTINGS)
+        for parameters in ([small], [small, large]):
+            optimizer.backward(torch.stack([p.square().sum() for p in parameters]).sum())
+            optimizer.step()
+        results.append([small.detach().clone(), large.detach().clone()])
+    assert same(*results)
 
 
 def test_what_is_where() -> None:

@@ -70,7 +70,8 @@ class OffloadedAdamW(MasterAdamW):
         buckets = list(self._buckets())
         if buckets and not self._staging:
             device = next(iter(self._parameters.values())).device
-            most = max(sum(self._masters[name].numel() for name in bucket) for bucket in buckets)
+            sizes = [master.numel() for master in self._masters.values()]
+            most = max(*sizes, min(_BUCKET, sum(sizes)))  # of any bucket: another update may have other gradients
             self._staging = [_Staging(most, device) for _ in range(2)]
         for number, bucket in enumerate(buckets):
             staging = self._staging[number % 2]
