@@ -34,9 +34,6 @@ class GenerationGroups:
         """From the rank that takes each position of a layout (`place_generation`)."""
         return cls(tuple(tuple(rank_of[at : at + size]) for at in range(0, len(rank_of), size)))
 
-    def copy_of(self, rank: int) -> int:
-        return next(i for i, ranks in enumerate(self.copies) if rank in ranks)
-
     def tensor_ranks(self, rank: int, timeout: timedelta) -> TensorRanks:
         """This rank's copy, with process groups of its own. Collective over all ranks."""
         import torch.distributed as dist
