@@ -26,7 +26,7 @@ class Count:
 
 @dataclass
 class Meter:
-    """What was counted; `stage` is where the run is now."""
+    """What was counted; `stage` is where the run is now (empty: in none)."""
 
     stage: str = ""
     gradients: dict[str, tuple[int, int]] = field(default_factory=dict)

@@ -103,14 +103,22 @@ class _Steps:
 
     @contextmanager
     def _watch(self, stage: Stage, around: Callable[[Stage], Any]) -> Iterator[None]:
-        """Each stage ends when the device has done its work, so that its time and memory are its own."""
+        """Each stage ends when the device has done its work, so that its time and memory are its own. What a stage runs inside
+        itself (dynamic sampling its rollout and reward) is part of it.
+        """
+        if self.meter.stage:
+            yield
+            return
         self.meter.stage = stage.label
         on_gpu = self.device.type == "cuda"
         if on_gpu:
             torch.cuda.reset_peak_memory_stats(self.device)
-        with around(stage):
-            yield
-            synchronize(self.device)
+        try:
+            with around(stage):
+                yield
+                synchronize(self.device)
+        finally:
+            self.meter.stage = ""
         if on_gpu:
             self.peaks[stage.label] = max(self.peaks.get(stage.label, 0), torch.cuda.max_memory_allocated(self.device))
 

@@ -203,6 +203,15 @@ def test_several_roles_and_16_bits():
     assert {"values", "update_critic"} <= {s.name for s in profile.stages if s.flops}
 
 
+@pytest.mark.parametrize(("algorithm", "outer"), [("dapo", "dynamic_sampling"), ("remax", "baseline")])
+def test_a_stage_that_runs_others_inside_itself(algorithm: str, outer: str):
+    """What those compute is the outer one's, and its recording does not end with theirs."""
+    profile = profile_run(trainer_of(algorithm=algorithm), steps=1, warmup=0)
+    stage = next(s for s in profile.stages if s.name == outer)
+    assert stage.tokens and stage.generated and stage.flops
+    assert stage.kernels["matrix products"] > 0  # of a rollout, which the reward comes after
+
+
 def test_an_optimizer_in_the_host_s_memory():
     """On a CPU both are one; but the second copy of the weights shows."""
     profile = profile_run(trainer_of(optimizer={"offload": True}), steps=1, warmup=0)
@@ -271,3 +280,13 @@ def test_what_the_command_refuses(quickstart: list[str], capsys: pytest.CaptureF
     said = capsys.readouterr().err
     assert "executor.kind=local" in said and "group_size" in said
     assert not Path("runs").exists()
+
+
+def test_where_it_writes_is_tried_before_the_steps(
+    quickstart: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    Path("a_file").touch()
+    ran: list[Any] = []
+    monkeypatch.setattr("podium.profiling.run.profile_run", lambda trainer, **given: ran.append(given))
+    assert podium(*quickstart, "run.folder=a_file") == 2
+    assert "cannot make a run folder in 'a_file'" in capsys.readouterr().err and not ran
