@@ -36,6 +36,7 @@ from podium.engines.layout import Layout, ModelParallel, gathered_layout, local_
 from podium.engines.rollout.native.paged_cache import PagedCache
 from podium.engines.train.tensor_parallel import split_of
 from podium.hybrid.engine import MovedHandOver, SharedHandOver
+from podium.hybrid.gathers import all_gather
 from podium.hybrid.plan import place_generation
 
 # hidden, intermediate, layers, heads, key/value heads, head width, vocabulary, tied: Qwen2.5's
@@ -208,7 +209,7 @@ def measure(kind: str, tensors: dict[str, Tensor], device: torch.device, args: a
     received = hand_over.plan.received_bytes(rank)
     piece = torch.empty(max(received // max(ranks - 1, 1) // 2, 1), dtype=torch.bfloat16, device=device)
     whole = torch.empty(len(piece) * ranks, dtype=torch.bfloat16, device=device)
-    link = clock(lambda: dist.all_gather_into_tensor(whole, piece))
+    link = clock(lambda: all_gather(whole, piece).wait())
     return {
         "generation": kind,
         "received_MB": round(received / 1e6, 1),

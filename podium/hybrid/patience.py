@@ -14,6 +14,7 @@ from podium.core.errors import DeadlineError
 from podium.core.ranks import names_of
 
 _POLL_SECONDS = 5e-5
+_TICK_SECONDS = 2e-3  # process groups cut timeouts to milliseconds: a wait must not end just before its time
 
 
 class Patience:
@@ -43,7 +44,7 @@ class Patience:
                 work.wait()
                 return
             try:
-                work.wait(timedelta(seconds=max(0.001, self._end - time.monotonic())))
+                work.wait(timedelta(seconds=max(0.001, self._end - time.monotonic()) + _TICK_SECONDS))
             except RuntimeError as error:
                 if time.monotonic() < self._end:
                     raise  # the other side is gone: not a matter of time

@@ -1,12 +1,11 @@
-"""Carries out a plan: nothing where memory is shared, copies on the spot, messages between ranks in buckets.
+"""Carries out a plan: nothing where memory is shared, copies on the spot, collectives and messages between ranks.
 
 Processes of one device read from each other's memory (`same_device.py`).
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,19 +13,24 @@ import torch
 from torch import Tensor
 
 from podium.engines.layout import Box
+from podium.hybrid.gathers import Gather, gathered_names
+from podium.hybrid.messages import Cut, Message, Round, UnderWay, rounds_of
 from podium.hybrid.patience import Patience
 from podium.hybrid.plan import Plan, Transfer
-from podium.hybrid.same_device import Neighbours, is_near, places_of
+from podium.hybrid.same_device import Neighbours, Place, is_near, places_of
 
 BUCKET_BYTES = 256 << 20
 """Messages are put together up to so many bytes."""
-ALONE_BYTES = 1 << 20
-"""A transfer of at least so many bytes is not copied together with others."""
+ALONE_BYTES = 4 << 20
+"""A transfer of at least so many bytes travels alone. Smaller ones together: a copy takes less than to start one more."""
 
 
 @dataclass(frozen=True)
 class Moved:
-    """What one rank's part of a hand-over did, in bytes (of the generation's dtype), counted as it was done."""
+    """What one rank's part of a hand-over did, in bytes (of the generation's dtype), counted as it was done.
+
+    A collective counts as one message.
+    """
 
     sent: int = 0
     received: int = 0
@@ -63,13 +67,19 @@ class Transport:
     ) -> None:
         self.plan, self.rank, self.group = plan, rank, group
         self.source, self.target = source, target
-        self._copies = [t for t in plan.kept if t.receiver == rank and not self._shared(t)]
         self._device = next(iter({**source, **target}.values())).device
         places = places_of(self._device, group) if plan.sent else []
         self._near = Neighbours(plan, rank, source, places, group)
-        far = [t for t in plan.sent if not is_near(t, places)]
         self._wire = _wire(self._device, group) if plan.sent else self._device
-        self._rounds = _rounds(far, rank, bucket_bytes)
+        gathered = gathered_names(plan, ALONE_BYTES) if _can_gather(plan, places, group) else []
+        lone = set(plan.target.tensors).difference(gathered)
+        far = [t for t in plan.sent if not is_near(t, places) and t.name in lone]
+        dtypes = {name: shards.dtype for name, shards in plan.target.tensors.items()}
+        gathers = [Gather(source[name], target[name], self._own(name), plan.target.ranks) for name in gathered]
+        rounds = rounds_of(far, rank, Cut(bucket_bytes, ALONE_BYTES, dtypes), self._message)
+        self._steps: list[Gather | Round] = [*gathers, *rounds]
+        kept = [t for t in plan.kept if t.receiver == rank and t.name in lone and not self._shared(t)]
+        self._copies = [(self._to(t), self._from(t)) for t in kept]
 
     def _shared(self, transfer: Transfer) -> bool:
         """Whether both sides of a transfer are the same memory already."""
@@ -85,34 +95,45 @@ class Transport:
         held = self.plan.target.tensors[transfer.name].boxes[self.rank]
         return _slice(self.target[transfer.name], transfer.box, held)
 
+    def _own(self, name: str) -> Tensor:
+        """The part of a generation tensor that this rank holds for training."""
+        box = self.plan.source.tensors[name].boxes[self.rank]
+        assert box is not None
+        return _slice(self.target[name], box, self.plan.target.tensors[name].boxes[self.rank])
+
+    def _message(self, peer: int, sent: bool, transfers: Sequence[Transfer]) -> Message:
+        places = [self._from(t) if sent else self._to(t) for t in transfers]
+        dtype = self.plan.target.tensors[transfers[0].name].dtype
+        return Message(peer, places, dtype, self._wire)
+
     @torch.no_grad()
     def run(self, patience: Patience | None = None) -> Moved:
         """Moves the weights. Every rank of the plan must call it; returns when this rank's tensors are complete.
 
-        Raises DeadlineError where it takes longer than it may.
+        On a GPU all of it is put into queues: two steps are under way, and what is copied here (packing, unpacking, what this
+        rank keeps) runs beside them. Raises DeadlineError where it takes longer than it may.
         """
         patience = patience or Patience()
+        shares = _shares(self._copies, max(len(self._steps), 1))
+        copied = _copy(shares.pop()) if not self._steps else 0
         sent = received = messages = 0
-        under_way: list[_Round] = []
-        for messages_of_round in self._rounds:
-            under_way.append(self._start(messages_of_round))
+        under_way: list[UnderWay] = []
+        peers: set[int] = set()
+        for step, copies in zip(self._steps, shares, strict=True):
+            under_way.append(step.start(self.group))
+            peers.update(under_way[-1].peers)
+            copied += _copy(copies) + step.copied
+            sent, received, messages = sent + step.sent, received + step.received, messages + step.messages
             if len(under_way) > 1:
-                self._finish(under_way.pop(0), patience)
-            sent += sum(t.bytes for _, batch in messages_of_round.sends for t in batch)
-            received += sum(t.bytes for _, batch in messages_of_round.receives for t in batch)
-            messages += len(messages_of_round.sends)
-        copied = 0
-        for transfer in self._copies:  # while the last messages are under way
-            self._to(transfer).copy_(self._from(transfer))
-            copied += transfer.bytes
+                under_way.pop(0).finish(patience)
         for started in under_way:
-            self._finish(started, patience)
-        patience.device(self._device, "weights", self._peers)
+            started.finish(patience)
+        patience.device(self._device, "weights", peers)
         read = self._read_near(patience)
         return Moved(sent + self._near.sent_bytes, received + read, copied, messages, read)
 
     def _read_near(self, patience: Patience) -> int:
-        """Copies from the memory of processes on this device, when their weights are complete."""
+        """Copies from the memory of processes on this device, when their weights are complete. Returns bytes."""
         if not self._near.any:
             return 0
         self._all_here(patience, "its weights")
@@ -129,89 +150,63 @@ class Transport:
         ranks = range(max(self.plan.source.ranks, self.plan.target.ranks))
         patience.work(dist.barrier(self.group, async_op=True), what, ranks)
 
-    @property
-    def _peers(self) -> set[int]:
-        return {peer for messages in self._rounds for peer, _ in (*messages.sends, *messages.receives)}
+    @torch.no_grad()
+    def parts(self) -> dict[str, Callable[[], None]]:
+        """The steps of `run` one kind at a time, to measure what each costs alone; `gather` and `send` are collective.
 
-    # ------------------------------------------------------------------ messages
-
-    def _start(self, messages: _Messages) -> _Round:
-        import torch.distributed as dist
-
-        operations: list[Any] = []
-        peers: list[int] = []
-        incoming: list[tuple[list[Transfer], Tensor]] = []
-        for peer, batch in messages.sends:
-            for members in self._operations(batch):
-                operations.append(dist.P2POp(dist.isend, self._pack(members), group=self.group, group_peer=peer))
-                peers.append(peer)
-        for peer, batch in messages.receives:
-            for members in self._operations(batch):
-                buffer = self._buffer(members)
-                operations.append(dist.P2POp(dist.irecv, buffer, group=self.group, group_peer=peer))
-                incoming.append((members, buffer))
-                peers.append(peer)
-        return _Round(dist.batch_isend_irecv(operations) if operations else [], operations, peers, incoming)
-
-    def _operations(self, batch: Sequence[Transfer]) -> list[list[Transfer]]:
-        """Transfers that go together: large ones alone (from and to where they lie, if they lie in one piece), small ones by
-        dtype. Both ends see the same.
+        Together they take longer than `run`, in which they overlap. Messages hold what their memory happens to hold.
         """
-        alone = [[transfer] for transfer in batch if transfer.bytes >= ALONE_BYTES]
-        small: dict[torch.dtype, list[Transfer]] = defaultdict(list)
-        for transfer in batch:
-            if transfer.bytes < ALONE_BYTES:
-                small[self._dtype(transfer)].append(transfer)
-        return alone + list(small.values())
+        rounds = [step for step in self._steps if isinstance(step, Round)]
+        gathers = [step for step in self._steps if isinstance(step, Gather)]
+        patience = Patience()
 
-    def _pack(self, members: Sequence[Transfer]) -> Tensor:
-        """The transfers' values in the target's dtype, end to end."""
-        if len(members) == 1:
-            values = self._from(members[0])
-            if values.is_contiguous() and values.dtype == self._dtype(members[0]) and values.device == self._wire:
-                return values.view(-1)
-        flat = self._empty(members)
-        for transfer, part in _parts(members, flat):
-            part.copy_(self._from(transfer))
-        return flat
+        def gather() -> None:
+            for started in [step.start(self.group) for step in gathers]:
+                started.finish(patience)
 
-    def _buffer(self, members: Sequence[Transfer]) -> Tensor:
-        if len(members) == 1 and (place := self._to(members[0])).is_contiguous() and place.device == self._wire:
-            return place.view(-1)
-        return self._empty(members)
+        def pack() -> None:
+            for step in rounds:
+                for message in step.sends:
+                    message.pack(message.buffer())
 
-    def _empty(self, members: Sequence[Transfer]) -> Tensor:
-        return torch.empty(sum(t.box.size for t in members), dtype=self._dtype(members[0]), device=self._wire)
+        def send() -> None:
+            for step in rounds:
+                outgoing, incoming = ([message.buffer() for message in side] for side in (step.sends, step.receives))
+                step.post(self.group, outgoing, incoming).finish(patience)
 
-    def _finish(self, started: _Round, patience: Patience) -> None:
-        # One work for all operations (NCCL), or one for each.
-        each = len(started.works) == len(started.peers)
-        for number, work in enumerate(started.works):
-            patience.work(work, "weights", [started.peers[number]] if each else started.peers)
-        for members, flat in started.incoming:
-            if flat.data_ptr() == self._to(members[0]).data_ptr():
-                continue
-            for transfer, part in _parts(members, flat):
-                self._to(transfer).copy_(part)
+        def unpack() -> None:
+            for step in rounds:
+                for message in step.receives:
+                    message.unpack(message.buffer())
 
-    def _dtype(self, transfer: Transfer) -> torch.dtype:
-        return self.plan.target.tensors[transfer.name].dtype
+        def copy() -> None:
+            _copy(self._copies)
+
+        return {"gather": gather, "pack": pack, "send": send, "unpack": unpack, "copy": copy}
 
 
-@dataclass(frozen=True)
-class _Messages:
-    """One round of a rank: (peer, transfers) to send and to receive."""
+def _copy(copies: Sequence[tuple[Tensor, Tensor]]) -> int:
+    """Returns the bytes written."""
+    if copies:
+        torch._foreach_copy_([to for to, _ in copies], [values for _, values in copies])
+    return sum(to.numel() * to.element_size() for to, _ in copies)
 
-    sends: list[tuple[int, list[Transfer]]]
-    receives: list[tuple[int, list[Transfer]]]
+
+def _shares(copies: Sequence[tuple[Tensor, Tensor]], count: int) -> list[list[tuple[Tensor, Tensor]]]:
+    """The copies in `count` parts of about as many elements, so that each runs beside a step."""
+    total = sum(to.numel() for to, _ in copies)
+    shares: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(count)]
+    done = 0
+    for pair in copies:
+        shares[done * count // total].append(pair)
+        done += pair[0].numel()
+    return shares
 
 
-@dataclass(frozen=True)
-class _Round:
-    works: list[Any]
-    operations: list[Any]  # their buffers are kept until they are sent
-    peers: list[int]  # of each operation
-    incoming: list[tuple[list[Transfer], Tensor]]
+def _can_gather(plan: Plan, places: Sequence[Place | None], group: Any) -> bool:
+    """Whether a collective of the plan's ranks works from where the tensors are: NCCL, or CPUs. Every rank finds the same."""
+    everyone = len(places) == plan.target.ranks
+    return everyone and (is_nccl(group) or all(place is None for place in places))
 
 
 def _wire(device: torch.device, group: Any) -> torch.device:
@@ -224,50 +219,6 @@ def is_nccl(group: Any) -> bool:
     import torch.distributed as dist
 
     return dist.is_initialized() and "nccl" in dist.get_backend(group)
-
-
-def _rounds(transfers: Sequence[Transfer], rank: int, bucket_bytes: int) -> list[_Messages]:
-    """Transfers between each pair of ranks, in the plan's order, cut into messages; the k-th of each pair go in round k.
-
-    Both ends cut alike, as they see the same list.
-    """
-    pairs: dict[tuple[int, int], list[list[Transfer]]] = defaultdict(list)
-    for transfer in transfers:
-        if rank in (transfer.sender, transfer.receiver):
-            messages = pairs[transfer.sender, transfer.receiver]
-            for piece in _pieces(transfer, bucket_bytes):
-                if not messages or sum(t.bytes for t in messages[-1]) + piece.bytes > bucket_bytes:
-                    messages.append([])
-                messages[-1].append(piece)
-    count = max((len(messages) for messages in pairs.values()), default=0)
-    rounds = []
-    for k in range(count):
-        now = [(pair, messages[k]) for pair, messages in sorted(pairs.items()) if k < len(messages)]
-        sends = [(receiver, batch) for (sender, receiver), batch in now if sender == rank]
-        rounds.append(_Messages(sends, [(sender, batch) for (sender, receiver), batch in now if receiver == rank]))
-    return rounds
-
-
-def _pieces(transfer: Transfer, most: int) -> list[Transfer]:
-    """A transfer cut along its first dimension into pieces of at most `most` bytes, as far as that goes."""
-    box = transfer.box
-    if transfer.bytes <= most or not box.shape or box.shape[0] == 1:
-        return [transfer]
-    rows, each = box.shape[0], transfer.bytes // box.shape[0]
-    step, pieces = max(1, most // each), []
-    for first in range(0, rows, step):
-        last = min(first + step, rows)
-        part = Box((box.start[0] + first, *box.start[1:]), (box.start[0] + last, *box.stop[1:]))
-        pieces.append(Transfer(transfer.name, part, transfer.sender, transfer.receiver, (last - first) * each))
-    return pieces
-
-
-def _parts(members: Sequence[Transfer], flat: Tensor) -> Iterator[tuple[Transfer, Tensor]]:
-    """Each transfer's part of a flat buffer, in its shape."""
-    at = 0
-    for transfer in members:
-        yield transfer, flat[at : at + transfer.box.size].view(transfer.box.shape)
-        at += transfer.box.size
 
 
 def _slice(tensor: Tensor, box: Box, held: Box | None) -> Tensor:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from podium.core.errors import RolloutError
 from podium.engines.layout import Box
+from podium.hybrid.fingerprints import Fingerprints, fingerprint
 from podium.hybrid.plan import Plan
 from podium.models.storage import Place, moved_parameters, storage_fingerprint
 
@@ -26,9 +28,6 @@ __all__ = [
     "storage_fingerprint",
 ]
 
-_ELEMENTS_AT_ONCE = 1 << 26
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
-
 
 def check_shared_storage(trained: nn.Module, generating: nn.Module) -> None:
     """Raises RolloutError unless both modules' parameters are the same memory, name by name."""
@@ -39,53 +38,6 @@ def check_shared_storage(trained: nn.Module, generating: nn.Module) -> None:
             where="hybrid.verify",
             remedy="give the rollout engine the very module that is trained",
         )
-
-
-@torch.no_grad()
-def fingerprint(values: Tensor, box: Box) -> Tensor:
-    """A sum over the elements' bits, each weighted by its place in the whole tensor: int64 scalar on their device.
-
-    Fingerprints of boxes that do not overlap add up to that of their union (modulo 2^64), so two layouts of one tensor can
-    be compared without moving it. A changed bit always changes it; two elements that are exchanged change it but for a
-    chance of about 2^-32.
-
-    Args:
-        values: the box's values, in the dtype that generates.
-        box: their places.
-    """
-    if not values.numel():
-        return torch.zeros((), dtype=torch.int64, device=values.device)
-    matrix = values.reshape(-1, values.shape[-1]) if values.ndim else values.reshape(1, 1)
-    rows, columns = _weights(box, values.device)
-    total = torch.zeros((), dtype=torch.int64, device=values.device)
-    step = max(1, _ELEMENTS_AT_ONCE // max(matrix.shape[1], 1))
-    for first in range(0, len(matrix), step):
-        part = matrix[first : first + step].contiguous()
-        bits = part.view(_BITS[part.element_size()])
-        if part.element_size() == 8:
-            bits = bits.view(len(part), -1, 2).sum(-1, dtype=torch.int32)
-        by_row = (bits.to(torch.int32) * columns).sum(1, dtype=torch.int64)  # the product is modulo 2^32
-        total += (by_row * rows[first : first + step]).sum()
-    return total
-
-
-def _weights(box: Box, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Odd pseudo-random weights of rows (all dimensions but the last, int64) and columns (int32)."""
-    start, stop = box.start or (0,), box.stop or (1,)
-    columns = _mixed(torch.arange(start[-1], stop[-1], device=device), 1).to(torch.int32) | 1
-    rows = torch.ones(1, dtype=torch.int64, device=device)
-    for dim, (a, b) in enumerate(zip(start[:-1], stop[:-1], strict=True)):
-        rows = (rows[:, None] * (_mixed(torch.arange(a, b, device=device), dim + 2) | 1)).reshape(-1)
-    return rows, columns
-
-
-def _mixed(index: Tensor, salt: int) -> Tensor:
-    """A 32-bit mix of an index (the finalizer of MurmurHash3), as int64 in [0, 2^32)."""
-    mask = 0xFFFFFFFF
-    x = (index + salt * 0x9E3779B9) & mask
-    x = ((x ^ (x >> 16)) * 0x45D9F3B) & mask
-    x = ((x ^ (x >> 16)) * 0x45D9F3B) & mask
-    return x ^ (x >> 16)
 
 
 @torch.no_grad()
@@ -105,31 +57,43 @@ def mismatched_tensors(
     Args:
         wait: how the sum over ranks is waited for.
     """
-    names = list(plan.target.tensors)
-    row = {name: i for i, name in enumerate(names)}
+    row = {name: i for i, name in enumerate(plan.target.tensors)}
     device = next(iter({**source, **target}.values())).device
-    difference = torch.zeros(plan.target.ranks, len(names), dtype=torch.int64, device=device)
-    done: dict[tuple[str, Box], Tensor] = {}
-    for transfer in (*plan.kept, *plan.sent):
-        if transfer.sender == rank:
-            key = (transfer.name, transfer.box)
-            if key not in done:
-                held = plan.source.tensors[transfer.name].boxes[rank]
-                assert held is not None
-                values = source[transfer.name][transfer.box.within(held)].to(plan.target.tensors[transfer.name].dtype)
-                done[key] = fingerprint(values, transfer.box)
-            difference[transfer.receiver, row[transfer.name]] += done[key]
-    for name, shards in plan.target.tensors.items():
-        box = shards.boxes[rank] if rank < plan.target.ranks else None
-        if box is not None:
-            difference[rank, row[name]] -= fingerprint(target[name], box)
+    pieces = _pieces(plan, rank)
+    held = [name for name, shards in plan.target.tensors.items() if rank < plan.target.ranks and shards.boxes[rank]]
+    found = Fingerprints(len(pieces) + len(held), device)
+    # What is added to, and taken from, which shard: (shard, fingerprint, sign).
+    terms: list[tuple[int, int, int]] = []
+    for number, ((name, box), receivers) in enumerate(pieces.items()):
+        whole = plan.source.tensors[name].boxes[rank]
+        assert whole is not None
+        found.add(number, source[name][box.within(whole)].to(plan.target.tensors[name].dtype), box)
+        terms += [(receiver * len(row) + row[name], number, 1) for receiver in receivers]
+    for number, name in enumerate(held, len(pieces)):
+        own = plan.target.tensors[name].boxes[rank]
+        assert own is not None
+        found.add(number, target[name], own)
+        terms.append((rank * len(row) + row[name], number, -1))
+    shard, number_of, sign = torch.tensor(terms, dtype=torch.int64).reshape(-1, 3).to(device).unbind(1)
+    difference = torch.zeros(plan.target.ranks * len(row), dtype=torch.int64, device=device)
+    difference.index_add_(0, shard, found.sums[number_of] * sign)
     if max(plan.source.ranks, plan.target.ranks) > 1:
         import torch.distributed as dist
 
         if difference.is_cuda and "nccl" not in dist.get_backend(group):
             difference = difference.cpu()
         wait(dist.all_reduce(difference, group=group, async_op=True))
-    return [(names[i], int(r)) for r, i in difference.nonzero().tolist()]
+    names = list(row)
+    return [(names[i % len(names)], i // len(names)) for i in difference.nonzero().flatten().tolist()]
+
+
+def _pieces(plan: Plan, rank: int) -> dict[tuple[str, Box], list[int]]:
+    """What a rank keeps or sends, and who generates with it: each piece once."""
+    pieces: dict[tuple[str, Box], list[int]] = defaultdict(list)
+    for transfer in (*plan.kept, *plan.sent):
+        if transfer.sender == rank:
+            pieces[transfer.name, transfer.box].append(transfer.receiver)
+    return pieces
 
 
 def check_canary(trained: Sequence[float] | Tensor, generating: Sequence[float] | Tensor, tolerance: float) -> None:
