@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import subprocess
 import sys
 import tempfile
@@ -30,8 +29,7 @@ from podium.profiling.machine import copy_rate, matrix_rate, synchronize
 
 sys.path.insert(0, str(Path(__file__).parent))
 import roofline
-from models import SHAPES, make_model, make_tokenizer
-from trl_peer import reward
+from models import SHAPES, grpo_trainer
 
 
 def measured_machine(device: str) -> roofline.Machine:
@@ -41,31 +39,9 @@ def measured_machine(device: str) -> roofline.Machine:
 
 def podium_steps(args: argparse.Namespace, shape: roofline.Shape, folder: str) -> tuple[list[float], dict[str, float]]:
     """Seconds of each step, and where the last one's time went."""
-    from podium.recipes import build, load
     from podium.stages.base import StepContext
 
-    settings = load(
-        values={
-            "algorithm": "grpo",
-            "model": {"dtype": "bfloat16" if args.device == "cuda" else "float32"},
-            "batch": {
-                "prompts_per_step": args.prompts,
-                "group_size": args.group,
-                "microbatch_tokens": args.microbatch_tokens,
-            },
-            "rollout": {"max_new_tokens": args.new_tokens, "max_concurrent": args.prompts * args.group},
-            "optimizer": {"states": "8bit" if args.size == "7b" else "fp32"},
-            "rewards": [{"function": reward}],
-            "run": {"folder": folder, "steps": args.steps, "trackers": [], "progress": False, "device": args.device},
-        }
-    )
-    draw, words = random.Random(0), min(shape.vocabulary, 49_152)
-    rows = [
-        {"prompt": " ".join(f"t{draw.randrange(3, words)}" for _ in range(args.prompt_tokens))}
-        for _ in range(args.prompts * (args.steps + 1))
-    ]
-    model = make_model(shape, args.device)
-    trainer = build(settings, models={"actor": model}, tokenizer=make_tokenizer(shape.vocabulary), data=rows).prepare()
+    trainer = grpo_trainer(shape, args, folder, args.steps, args.microbatch_tokens)
     seconds, shares = [], {}
     for number in range(args.steps):
         context = StepContext(number, trainer.roles, args.group)

@@ -1,7 +1,8 @@
-"""What the benchmarks run on: random models of Qwen2.5's shapes, a tokenizer of one token a word, rows of given lengths."""
+"""What the benchmarks run on: random models of Qwen2.5's shapes, a tokenizer, prompts and rows, a trainer of GRPO."""
 
 from __future__ import annotations
 
+import argparse
 import math
 import random
 from typing import Any
@@ -45,6 +46,44 @@ def make_tokenizer(words: int) -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.WordLevel(known, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>", unk_token="<unk>")
+
+
+def make_prompts(shape: roofline.Shape, count: int, tokens: int) -> list[dict[str, str]]:
+    """Random prompts of so many tokens, as rows of a dataset."""
+    draw, words = random.Random(0), min(shape.vocabulary, 49_152)
+    return [{"prompt": " ".join(f"t{draw.randrange(3, words)}" for _ in range(tokens))} for _ in range(count)]
+
+
+def reward(completions: list[str], **columns: Any) -> list[float]:
+    """Any number that differs within a group."""
+    return [float(sum(map(ord, text)) % 7) for text in completions]
+
+
+def grpo_trainer(shape: roofline.Shape, args: argparse.Namespace, folder: str, steps: int, microbatch_tokens: int) -> Any:
+    """A trainer, prepared, for so many steps of `args.prompts` x `args.group`, `args.prompt_tokens` + `args.new_tokens`.
+
+    Answers have the full length (no token ends them). 7B has 8-bit moments.
+    """
+    from podium.recipes import build, load
+
+    settings = load(
+        values={
+            "algorithm": "grpo",
+            "model": {"dtype": "bfloat16" if args.device == "cuda" else "float32"},
+            "batch": {
+                "prompts_per_step": args.prompts,
+                "group_size": args.group,
+                "microbatch_tokens": microbatch_tokens,
+            },
+            "rollout": {"max_new_tokens": args.new_tokens, "max_concurrent": args.prompts * args.group},
+            "optimizer": {"states": "8bit" if args.size == "7b" else "fp32"},
+            "rewards": [{"function": reward}],
+            "run": {"folder": folder, "steps": steps, "trackers": [], "progress": False, "device": args.device},
+        }
+    )
+    model, tokenizer = make_model(shape, args.device), make_tokenizer(shape.vocabulary)
+    rows = make_prompts(shape, args.prompts * (steps + 1), args.prompt_tokens)
+    return build(settings, models={"actor": model}, tokenizer=tokenizer, data=rows).prepare()
 
 
 def make_rows(lengths: list[int], prompt_tokens: int, group: int = 1, shared: bool = True, vocabulary: int = 150_000) -> Batch:

@@ -15,7 +15,6 @@ import gc
 import importlib.util
 import json
 import os
-import random
 import sys
 import tempfile
 import time
@@ -30,7 +29,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from models import SHAPES, make_model, make_tokenizer
+from models import SHAPES, make_model, make_prompts, make_tokenizer, reward
 
 from podium.core.batch import Batch
 from podium.profiling.machine import synchronize, timed
@@ -188,11 +187,6 @@ def _free(device: str) -> None:
 # ---------------------------------------------------------------------- a whole step
 
 
-def reward(completions: list[str], **columns: Any) -> list[float]:
-    """Any number that differs within a group."""
-    return [float(sum(map(ord, text)) % 7) for text in completions]
-
-
 PHASES = ("default", "no checkpointing", "no checkpointing, no correction")
 """TRL's settings as they are; then without recomputation; then also without the importance correction between vLLM and the
 trainer, which costs a forward pass (so TRL does no more than Podium does)."""
@@ -223,7 +217,9 @@ def steps(args: argparse.Namespace, folder: str) -> dict[str, Any]:
     trainer = GRPOTrainer(
         model=_saved_model(args, folder),
         args=GRPOConfig(output_dir=f"{folder}/trl", max_steps=len(phases) * (args.steps + 1), **_settings(args)),
-        train_dataset=Dataset.from_list(_prompts(args, len(phases) * (args.steps + 1) + 1)),
+        train_dataset=Dataset.from_list(
+            make_prompts(SHAPES[args.size], args.prompts * (len(phases) * (args.steps + 1) + 1), args.prompt_tokens)
+        ),
         processing_class=make_tokenizer(SHAPES[args.size].vocabulary),
         reward_funcs=reward,
         callbacks=[Clock()],
@@ -265,14 +261,6 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
         "disable_tqdm": True,
         **(vllm if args.vllm else {}),
     }
-
-
-def _prompts(args: argparse.Namespace, steps: int) -> list[dict[str, str]]:
-    draw, words = random.Random(0), min(SHAPES[args.size].vocabulary, 49_152)
-    return [
-        {"prompt": " ".join(f"t{draw.randrange(3, words)}" for _ in range(args.prompt_tokens))}
-        for _ in range(args.prompts * steps)
-    ]
 
 
 def _enter(trainer: Any, phase: str) -> None:

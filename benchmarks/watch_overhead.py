@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import sys
 import tempfile
 import time
@@ -34,7 +33,6 @@ from typing import Any
 import torch
 
 from podium.checkpoints.store import CheckpointStore
-from podium.recipes import build, load
 from podium.runs.folder import RunFolder
 from podium.runs.progress import Progress
 from podium.stages.base import StepContext
@@ -47,39 +45,11 @@ from podium.trainer.recipe import SOURCES
 
 sys.path.insert(0, str(Path(__file__).parent))
 import roofline
-from models import SHAPES, make_model, make_tokenizer
+from models import SHAPES, grpo_trainer
 
 SHAPES = {**SHAPES, "small": roofline.Shape(6, 256, 8, 4, 32, 688, 4096, True)}
 BOUND = {"cuda": 0.01, "cpu": 0.03}
 WARM_UP = 2
-
-
-def reward(completions: list[str], **columns: Any) -> list[float]:
-    """Any number that differs within a group."""
-    return [float(sum(map(ord, text)) % 7) for text in completions]
-
-
-def make_trainer(args: argparse.Namespace, folder: str) -> Any:
-    shape, steps = SHAPES[args.size], 2 * (args.pairs + WARM_UP)
-    settings = load(
-        values={
-            "algorithm": "grpo",
-            "model": {"dtype": "bfloat16" if args.device == "cuda" else "float32"},
-            "batch": {
-                "prompts_per_step": args.prompts,
-                "group_size": args.group,
-                "microbatch_tokens": 32_768 if args.device == "cuda" else 4096,
-            },
-            "rollout": {"max_new_tokens": args.new_tokens, "max_concurrent": args.prompts * args.group},
-            "rewards": [{"function": reward}],
-            "run": {"folder": folder, "steps": steps, "trackers": [], "progress": False, "device": args.device},
-        }
-    )
-    draw, words = random.Random(0), min(shape.vocabulary, 49_152)
-    prompts = (" ".join(f"t{draw.randrange(3, words)}" for _ in range(args.prompt_tokens)) for _ in range(args.prompts * steps))
-    model = make_model(shape, args.device)
-    rows = [{"prompt": prompt} for prompt in prompts]
-    return build(settings, models={"actor": model}, tokenizer=make_tokenizer(shape.vocabulary), data=rows).prepare()
 
 
 @contextmanager
@@ -178,7 +148,8 @@ class Steps:
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     kinds, spent = {"watched": Steps(), "alone": Steps()}, dict[str, float]()
     with tempfile.TemporaryDirectory() as folder:
-        trainer = make_trainer(args, folder)
+        steps = 2 * (args.pairs + WARM_UP)
+        trainer = grpo_trainer(SHAPES[args.size], args, folder, steps, 32_768 if args.device == "cuda" else 4096)
         graph = StageGraph(trainer.stages, SOURCES[trainer.kind])
         stages = [stage.label for stage in graph.stages]
         with loop_of(trainer, folder) as loop, ExitStack() as parts:
