@@ -183,6 +183,8 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, help="of each answer (GPU: 256, CPU: 64)")
     parser.add_argument("--pairs", type=int, default=8, help="steps of each kind that count (a multiple of 8)")
     args = parser.parse_args()
+    if args.pairs < 2:
+        parser.error("--pairs: two at least, for a standard error")
     args.prompts = args.prompts or (32 if args.device == "cuda" else 8)
     args.new_tokens = args.new_tokens or (256 if args.device == "cuda" else 64)
     found, bound = measure(args), BOUND[args.device]
