@@ -213,7 +213,10 @@ def read_part(folder: Path, key: str, part: str) -> Any:
         for name in part.split("/"):
             tree = tree[name]
     except (OSError, KeyError):
-        raise CheckpointError(f"the checkpoint has no '{key}/{part}'", where=str(folder)) from None
+        there = [p.stem for p in folder.glob("*.json") if (p.stem.startswith("role_") == key.startswith("role_"))]
+        raise CheckpointError(
+            f"the checkpoint has no '{key}/{part}'", where=str(folder), remedy=f"it has: {', '.join(sorted(there))}"
+        ) from None
     return _restore(tree, _tensors(folder, key, set(_names(tree))))
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -48,32 +51,52 @@ def command(
 
     settings = recipes.load(given.settings_file, overrides=given.overrides, values={})
     trainer = recipes.build(settings)
-    profile = profile_run(trainer, steps=steps, warmup=warmup, note=lambda line: print(line, file=sys.stderr))
-    trainer.close()
-    folder = _write(settings, profile)
+    with _folder(settings) as folder:
+        profile = profile_run(trainer, steps=steps, warmup=warmup, note=lambda line: print(line, file=sys.stderr))
+        trainer.close()
+        if not as_json:
+            show(profile)
+        _write(folder, profile, settings.algorithm)
     if as_json:
         from podium.profiling.report import as_plain
 
         print_json({**as_plain(profile), "folder": str(folder)})
         return
-    show(profile)
     print(f"\npicture  {folder / 'profile.png'}\nnumbers  {folder / 'profile.json'}")
 
 
-def _write(settings: Any, profile: Any) -> Path:
-    """A folder of its own, with settings, numbers and picture. It has no checkpoint, so nothing resumes from it."""
+@contextmanager
+def _folder(settings: Any) -> Iterator[Path]:
+    """A folder of its own, with the settings. It has no checkpoint, so nothing resumes from it.
+
+    It is made first: where it cannot be, that is said before the steps are. It goes again where the profile does not come out.
+    """
     from podium.core.config import dump_yaml
-    from podium.core.files import writing
-    from podium.profiling.report import as_plain, draw
     from podium.runs.folder import RunFolder, default_name
 
-    run = RunFolder.create(settings.run.folder, f"profile-{default_name(settings.algorithm)}")
-    run.write_settings(dump_yaml(settings))
-    with writing(run.path / "profile.json", "the profile"):
-        (run.path / "profile.json").write_text(json.dumps(as_plain(profile), indent=1) + "\n")
-    with writing(run.path / "profile.png", "the picture"):
-        draw(profile, run.path / "profile.png", settings.algorithm)
-    return run.path
+    root = Path(settings.run.folder)
+    root_is_new = not root.exists()
+    run = RunFolder.create(root, f"profile-{default_name(settings.algorithm)}")
+    try:
+        run.write_settings(dump_yaml(settings))
+        yield run.path
+    except BaseException:
+        shutil.rmtree(run.path, ignore_errors=True)
+        if root_is_new:
+            with suppress(OSError):  # others are in it by now
+                root.rmdir()
+        raise
+
+
+def _write(folder: Path, profile: Any, algorithm: str) -> None:
+    """Numbers and picture."""
+    from podium.core.files import writing
+    from podium.profiling.report import as_plain, draw
+
+    with writing(folder / "profile.json", "the profile"):
+        (folder / "profile.json").write_text(json.dumps(as_plain(profile), indent=1) + "\n")
+    with writing(folder / "profile.png", "the picture"):
+        draw(profile, folder / "profile.png", algorithm)
 
 
 def show(profile: Any) -> None:

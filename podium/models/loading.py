@@ -23,6 +23,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from podium.core.errors import ModelError, PodiumError
+from podium.core.files import writing
 from podium.models.quantization import quantized_loading
 from podium.models.rope import scale_rope
 
@@ -355,17 +356,19 @@ def save_pretrained(folder: PathLike, model: PreTrainedModel, tokenizer: PreTrai
 def replaced_folder(folder: PathLike) -> Iterator[Path]:
     """A new folder to write into, beside `folder`; it takes that name when the block ends without an error.
 
-    After a crash there is the old folder or the new one, never a half-written one.
+    After a crash there is the old folder or the new one, never a half-written one. Raises CheckpointError where it cannot be
+    written (disk full, no permission).
     """
     folder = Path(folder)
-    folder.parent.mkdir(parents=True, exist_ok=True)
     fresh, old = (folder.parent / f".{folder.name}.{kind}-{uuid.uuid4().hex[:8]}" for kind in ("new", "old"))
-    fresh.mkdir()
     try:
-        yield fresh
-        if folder.exists():
-            folder.rename(old)
-        fresh.rename(folder)
+        with writing(folder, "the model"):
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            fresh.mkdir()
+            yield fresh
+            if folder.exists():
+                folder.rename(old)
+            fresh.rename(folder)
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
         shutil.rmtree(old, ignore_errors=True)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
-from podium.core.errors import CheckpointError, ConfigError
+from podium.core.errors import CheckpointError, ConfigError, RewardError
 
 
 def holder_of(reward: Any) -> Any:
@@ -37,12 +38,16 @@ def holder_of(reward: Any) -> Any:
 
 
 def states_of(rewards: Iterable[Any]) -> dict[str, Any]:
-    """What each reward's object says its state is, by the reward's name. Raises ConfigError for what cannot be saved."""
+    """What each reward's object says its state is, by the reward's name.
+
+    Raises ConfigError for what cannot be saved, RewardError where the object raises.
+    """
     states = {}
     for reward in rewards:
         holder = holder_of(reward)
         if holder is not None:
-            state = holder.state_dict()
+            with _own(reward, "state_dict"):
+                state = holder.state_dict()
             _check(state, f"reward '{reward.name}'", "state")
             states[reward.name] = state
     return states
@@ -51,7 +56,7 @@ def states_of(rewards: Iterable[Any]) -> dict[str, Any]:
 def load_states(rewards: Iterable[Any], states: Mapping[str, Any]) -> None:
     """Puts back what `states_of` gave, by name. An object without saved state (a new reward) is left as it is.
 
-    Raises CheckpointError where a reward that had state then takes none now.
+    Raises CheckpointError where a reward that had state then takes none now, RewardError where it raises.
     """
     for reward in rewards:
         if reward.name not in states:
@@ -63,7 +68,21 @@ def load_states(rewards: Iterable[Any], states: Mapping[str, Any]) -> None:
                 where=f"reward '{reward.name}'",
                 remedy="resume with the object that the run had",
             )
-        holder.load_state_dict(states[reward.name])
+        with _own(reward, "load_state_dict"):
+            holder.load_state_dict(states[reward.name])
+
+
+@contextmanager
+def _own(reward: Any, method: str) -> Iterator[None]:
+    """An error in the user's method names the reward; its traceback is chained."""
+    try:
+        yield
+    except Exception as error:
+        raise RewardError(
+            f"{method} raised {type(error).__name__}: {error}",
+            where=f"reward '{reward.name}'",
+            remedy=f"correct {method}; --debug shows where it raised",
+        ) from error
 
 
 def _check(value: Any, where: str, path: str) -> None:

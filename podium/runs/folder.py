@@ -123,23 +123,27 @@ class RunFolder:
     def locked(self) -> Iterator[None]:
         """While inside, this process alone writes the run. The lock goes with the process, however that ends.
 
-        Raises ConfigError where another one has it: two would write into each other's metrics and checkpoints.
+        Raises ConfigError where another one has it: two would write into each other's metrics and checkpoints; CheckpointError
+        where the folder cannot be written to.
         """
-        with (self.path / ".lock").open("a+") as file:
+        path = self.path / ".lock"
+        with contextlib.ExitStack() as stack:
+            with writing(path, "into the run's folder"):  # without a buffer: nothing is left to write when the file is closed
+                file = stack.enter_context(path.open("a+b", buffering=0))
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 file.seek(0)
                 raise ConfigError(
-                    f"the run is going on in another process ({file.read().strip() or 'unknown'})",
+                    f"the run is going on in another process ({file.read().decode().strip() or 'unknown'})",
                     where=str(self.path),
                     remedy="stop that one first, or start a run of another name",
                 ) from None
             except OSError:  # a file system without locks
                 pass
-            file.truncate(0)
-            file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-            file.flush()
+            with writing(path, "into the run's folder"):
+                file.truncate(0)
+                file.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
             yield
 
     def write_settings(self, text: str) -> None:
@@ -327,8 +331,12 @@ def _write(path: Path, text: str) -> None:
     """Whole or not at all: a reader never sees half a file."""
     temporary = path.with_name(path.name + ".tmp")
     with writing(path, path.name):
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
+        try:
+            temporary.write_text(text, encoding="utf-8")
+            os.replace(temporary, path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
 
 
 class Encoded(str):

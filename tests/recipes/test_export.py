@@ -75,7 +75,7 @@ def test_the_command_and_what_it_refuses(run_of, tmp_path, capsys):
         export_checkpoint(run, tmp_path / "out")
     with pytest.raises(CheckpointError, match=r"no checkpoint of step 9(.|\n)*it has: 1, 2"):
         export_checkpoint(run, tmp_path / "none", step=9)
-    with pytest.raises(CheckpointError, match="has no 'role_critic/model'"):
+    with pytest.raises(CheckpointError, match="has no 'role_critic/model'\n  -> it has: role_actor"):
         export_checkpoint(run, tmp_path / "none", role="critic")
     tensors = run / "checkpoints" / "step_000002" / "role_actor.safetensors"
     tensors.write_bytes(tensors.read_bytes()[:-1] + b"\1")

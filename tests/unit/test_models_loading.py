@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from podium.core.errors import ModelError
+from podium.core.errors import CheckpointError, ModelError
 from podium.models.loading import (
     load_causal_lm,
     load_sequence_classifier,
@@ -119,10 +119,16 @@ def test_a_failed_save_leaves_the_old_folder(tmp_path: Path) -> None:
             (fresh / "config.json").write_text("half")
             raise OSError("disk full")
 
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(CheckpointError, match="m: could not write the model: disk full\n  -> free disk space"):
         fail()
     assert json.loads((folder / "config.json").read_text()) == before
     assert sorted(p.name for p in tmp_path.iterdir()) == ["m"]
+
+
+def test_a_place_that_cannot_be_written_to(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="file/m: could not write the model"):
+        save_pretrained(tmp_path / "file" / "m", tiny_model())
 
 
 # ------------------------------------------------------------------ GGUF

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from podium.core.errors import CheckpointError, ConfigError
+from podium.core.errors import CheckpointError, ConfigError, RewardError
 from podium.rewards.loading import load_reward
 from podium.rewards.state import holder_of, load_states, states_of
 from podium.rewards.stepwise import StepwiseRewardInjector
@@ -93,3 +93,18 @@ def test_half_of_the_pair_is_an_error() -> None:
 
     with pytest.raises(ConfigError, match="Half has state_dict and no load_state_dict"):
         states_of([load_reward(Half())])
+
+
+def test_an_error_in_the_object_s_own_methods_names_the_reward() -> None:
+    class Broken(Counter):
+        def state_dict(self) -> dict[str, Any]:
+            raise KeyError("gone")
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            raise ValueError("of another version")
+
+    with pytest.raises(RewardError, match="reward 'Broken': state_dict raised KeyError: 'gone'\n  -> correct state_dict"):
+        states_of([load_reward(Broken())])
+    with pytest.raises(RewardError, match="load_state_dict raised ValueError: of another version") as raised:
+        load_states([load_reward(Broken())], {"Broken": {}})
+    assert isinstance(raised.value.__cause__, ValueError)

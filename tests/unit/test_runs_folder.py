@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import json
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from podium.core.errors import ConfigError
+from podium.core.errors import CheckpointError, ConfigError
 from podium.runs.folder import RunFolder, latest_run, read_jsonl
 
 
@@ -154,4 +157,28 @@ def test_two_processes_cannot_write_one_run(tmp_path):
         with pytest.raises(ConfigError, match=r"going on in another process \(process \d+ on "), again.locked():
             pass
     with RunFolder(run.path).locked():
+        pass
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """Nothing more can be written to any file (Python leaves SIGXFSZ aside, so it is an OSError)."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_is_one_error_and_leaves_no_half_of_a_file(tmp_path: Path) -> None:
+    run = RunFolder.create(tmp_path, "a")
+    with full_disk():
+        with pytest.raises(CheckpointError, match="could not write into the run's folder: File too large"), run.locked():
+            pass
+        with pytest.raises(CheckpointError, match=r"could not write settings\.yaml: File too large"):
+            run.write_settings("algorithm: grpo")
+        run.write_error(1, ValueError("said elsewhere"))
+    assert [p.name for p in run.path.iterdir()] == [".lock"]
+    with run.locked():
         pass
