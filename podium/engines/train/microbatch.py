@@ -40,7 +40,7 @@ def plan(
 
     Returns:
         the int64 row indices of each micro-batch, ascending; every row is in exactly one. The costliest micro-batch comes
-        first: what ranks run at the same time is then alike, and the most memory is taken at the start.
+        first: what ranks run at the same time is then alike. (It need not be the one of the most tokens.)
     """
     if budget < 1:
         raise ConfigError(f"a budget of {budget} tokens", where="batch.microbatch_tokens", remedy="at least 1")
