@@ -179,6 +179,8 @@ class Deadlines:
         wait.ended = True
         with self._changed:
             self.waits.remove(wait)
+            if wait.report is not None:  # the watcher sleeps past its last resort, which must not end those that go on
+                self._changed.notify_all()
             if wait.report is not None and not self._by_signal(wait):  # one that has not arrived yet
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(wait.thread), None)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import signal
 import subprocess
 import sys
@@ -45,6 +46,25 @@ def test_a_wait_that_sleeps_is_broken_off_and_reported(deadlines, tmp_path):
     text = next((tmp_path / "reports").glob("*.txt")).read_text()
     assert text.startswith("MainThread waits for scorer") and "time.sleep(60)" in text
     assert "did not end within 0.2 s" in deadlines.said[0]
+
+
+def test_a_wait_that_was_broken_off_leaves_no_last_resort_behind(deadlines):
+    """Else the process would be ended `grace` seconds later, though nothing waits any more, or something that may take longer."""
+    with deadlines.waiting("call", "stage"):
+        with pytest.raises(DeadlineError), deadlines.waiting("reward", "scorer"):
+            time.sleep(60)
+        left = deadlines.waits[0].end + GRACE
+        _until(lambda: deadlines._armed >= left - GRACE / 10)
+    with pytest.raises(DeadlineError), deadlines.waiting("reward", "scorer"):
+        time.sleep(60)
+    _until(lambda: deadlines._armed == math.inf)
+
+
+def _until(holds):
+    end = time.monotonic() + 10
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 def test_a_wait_in_a_lock_and_in_a_process(deadlines):
