@@ -230,6 +230,8 @@ class Deadlines:
                     ends = [self._armed - 0.5 * self.grace]
                 self._asleep_until = min(ends, default=math.inf)
                 self._changed.wait(max(0.0, self._asleep_until - time.monotonic()) if ends else None)
+                if not self._open:  # the last resort is taken back already, its file closed
+                    break
                 self._arm()
                 late = [w for w in self.waits if w.report is None and time.monotonic() >= w.end]
                 if late:

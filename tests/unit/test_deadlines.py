@@ -49,7 +49,7 @@ def test_a_wait_that_sleeps_is_broken_off_and_reported(deadlines, tmp_path):
 
 
 def test_a_wait_that_was_broken_off_leaves_no_last_resort_behind(deadlines):
-    """Else the process would be ended `grace` seconds later, though nothing waits any more, or something that may take longer."""
+    """Else the process would be ended `grace` seconds later, whatever goes on then."""
     with deadlines.waiting("call", "stage"):
         with pytest.raises(DeadlineError), deadlines.waiting("reward", "scorer"):
             time.sleep(60)
