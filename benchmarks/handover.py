@@ -10,6 +10,10 @@ Ways are timed in the same run, each after a barrier, the slowest rank counts; m
   hand-over   Podium's plan and transfer, into generation tensors that are there already
   gather      every full tensor on every rank (FSDP2's `full_tensor()`), then the slice that generation needs is copied
   all-gather  as many bytes as one buffer, by one collective: the link's own rate
+  message     as many bytes as one buffer, sent round by one message of each rank: the rate of messages
+Where the hand-over's time goes: `queue_ms` is what a process takes to ask for all of it (the rest is waiting for devices), and
+`alone_ms` what its steps take, one kind at a time: collectives, packing, messages, unpacking, copies within a rank. By what
+their sum is longer than the hand-over, they overlap.
 Nothing is checked while it is timed. Afterwards bits are compared with the gathered tensors: of the first hand-over, of a
 second one after the weights have changed, and of a third after a rollout cache went to sleep and woke up elsewhere. Then
 training and generation share their memory, as on one device: bytes, extra memory and time of that hand-over.
@@ -25,7 +29,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -37,7 +41,9 @@ from podium.engines.rollout.native.paged_cache import PagedCache
 from podium.engines.train.tensor_parallel import split_of
 from podium.hybrid.engine import MovedHandOver, SharedHandOver
 from podium.hybrid.gathers import all_gather
+from podium.hybrid.patience import Patience
 from podium.hybrid.plan import place_generation
+from podium.hybrid.transfer import Transport, is_nccl
 
 # hidden, intermediate, layers, heads, key/value heads, head width, vocabulary, tied: Qwen2.5's
 SHAPES: dict[str, tuple[int, int, int, int, int, int, int, bool]] = {
@@ -94,8 +100,7 @@ class Clock:
     def __call__(self, what: Callable[[], Any]) -> float:
         times = []
         for _ in range(self.repeats + 2):
-            self._wait()
-            dist.barrier()
+            self.together()
             start = time.perf_counter()
             what()
             self._wait()
@@ -103,6 +108,12 @@ class Clock:
             dist.all_reduce(mine, dist.ReduceOp.MAX)
             times.append(float(mine))
         return statistics.median(times[2:])
+
+    def together(self) -> None:
+        """Until every rank is here, and its device idle."""
+        self._wait()
+        dist.barrier()
+        self._wait()
 
     def _wait(self) -> None:
         if self.device.type == "cuda":
@@ -191,8 +202,55 @@ def compared(results: dict[str, dict[str, Any]], args: argparse.Namespace) -> di
     return out
 
 
-def measure(kind: str, tensors: dict[str, Tensor], device: torch.device, args: argparse.Namespace) -> dict[str, Any]:
+class Watched(Patience):
+    """Notes when everything is in the device's queue."""
+
+    queued_at = 0.0
+
+    def device(self, device: torch.device, what: str, ranks: Iterable[int]) -> None:
+        self.queued_at = time.perf_counter()
+        super().device(device, what, ranks)
+
+
+def breakdown(transport: Transport, clock: Clock) -> dict[str, Any]:
+    """Where the time of a hand-over goes. Leaves the generation tensors with values that mean nothing."""
+    queueing = []
+    for _ in range(clock.repeats):
+        clock.together()
+        start = time.perf_counter()
+        transport.run(watched := Watched(queued=is_nccl(transport.group)))
+        queueing.append((watched.queued_at - start) * 1e3)
+    return {
+        "queue_ms": round(statistics.median(queueing), 3),
+        "alone_ms": {name: round(clock(part), 3) for name, part in transport.parts().items()},
+    }
+
+
+def link_times(received: int, device: torch.device, clock: Clock) -> tuple[float, float]:
+    """Milliseconds in which one buffer brings each rank so many bytes: by an all-gather, by one message."""
+    ranks = dist.get_world_size()
+
+    def empty(count: int) -> Tensor:
+        return torch.empty(max(count, 1), dtype=torch.bfloat16, device=device)
+
+    piece = empty(received // max(ranks - 1, 1) // 2)
+    whole = empty(len(piece) * ranks)
+    link = clock(lambda: all_gather(whole, piece).wait())
+    piece = whole = empty(received // 2)
+    room = empty(received // 2)
+    return link, clock(lambda: one_message(piece, room))
+
+
+def one_message(piece: Tensor, room: Tensor) -> None:
+    """Sends `piece` to the next rank, and receives the one before's."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
+    operations = [dist.P2POp(dist.isend, piece, (rank + 1) % ranks), dist.P2POp(dist.irecv, room, (rank - 1) % ranks)]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+
+
+def measure(kind: str, tensors: dict[str, Tensor], device: torch.device, args: argparse.Namespace) -> dict[str, Any]:
+    rank = dist.get_rank()
     layout = generation(gathered_layout(tensors), kind, torch.bfloat16)
     target: dict[str, Tensor] = {}
     for name, shards in layout.tensors.items():
@@ -204,12 +262,11 @@ def measure(kind: str, tensors: dict[str, Tensor], device: torch.device, args: a
     )
     ours = clock(lambda: hand_over(1))
     fingerprints = clock(hand_over.check)
+    parts = breakdown(hand_over.transport, clock)
     gathered = clock(lambda: gather_all(tensors, target, layout, rank))
     equal = all(arrives(hand_over, tensors, target, layout, rank, device)) if args.check else None
     received = hand_over.plan.received_bytes(rank)
-    piece = torch.empty(max(received // max(ranks - 1, 1) // 2, 1), dtype=torch.bfloat16, device=device)
-    whole = torch.empty(len(piece) * ranks, dtype=torch.bfloat16, device=device)
-    link = clock(lambda: all_gather(whole, piece).wait())
+    link, message = link_times(received, device, clock)
     return {
         "generation": kind,
         "received_MB": round(received / 1e6, 1),
@@ -217,10 +274,12 @@ def measure(kind: str, tensors: dict[str, Tensor], device: torch.device, args: a
         "hand_over_ms": round(ours, 3),
         "gather_ms": round(gathered, 3),
         "all_gather_ms": round(link, 3),
+        "message_ms": round(message, 3),
         "times_faster_than_gather": round(gathered / ours, 2),
         "share_of_link": round(link / ours, 2),
         "GB_per_s": round(received / ours / 1e6, 1),
         "fingerprints_ms": round(fingerprints, 3),
+        **parts,
         "bit_equal": equal,
     }
 

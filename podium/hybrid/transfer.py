@@ -22,7 +22,9 @@ from podium.hybrid.same_device import Neighbours, Place, is_near, places_of
 BUCKET_BYTES = 256 << 20
 """Messages are put together up to so many bytes."""
 ALONE_BYTES = 4 << 20
-"""A transfer of at least so many bytes travels alone. Smaller ones together: a copy takes less than to start one more."""
+"""A transfer of at least so many bytes travels alone, smaller ones together. (At 300 GB/s this many take 14 us; to start one
+more takes about as long, a copy on the device a fraction. An estimate, not a measurement.)
+"""
 
 
 @dataclass(frozen=True)
@@ -150,7 +152,6 @@ class Transport:
         ranks = range(max(self.plan.source.ranks, self.plan.target.ranks))
         patience.work(dist.barrier(self.group, async_op=True), what, ranks)
 
-    @torch.no_grad()
     def parts(self) -> dict[str, Callable[[], None]]:
         """The steps of `run` one kind at a time, to measure what each costs alone; `gather` and `send` are collective.
 
@@ -204,9 +205,8 @@ def _shares(copies: Sequence[tuple[Tensor, Tensor]], count: int) -> list[list[tu
 
 
 def _can_gather(plan: Plan, places: Sequence[Place | None], group: Any) -> bool:
-    """Whether a collective of the plan's ranks works from where the tensors are: NCCL, or CPUs. Every rank finds the same."""
-    everyone = len(places) == plan.target.ranks
-    return everyone and (is_nccl(group) or all(place is None for place in places))
+    """Whether tensors are gathered by collectives, where they can be: with NCCL. (Gloo's take thrice the time of messages.)"""
+    return is_nccl(group) and len(places) == plan.target.ranks
 
 
 def _wire(device: torch.device, group: Any) -> torch.device:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -64,9 +65,9 @@ def check_pair(engine: ShardedEngine, whole: dict[str, Tensor], target: ModelPar
     for name, tensor in layout.tensors.items():
         box = tensor.boxes[rank] if rank < layout.ranks else None
         mine[name] = torch.full(box.shape if box else (0,), torch.nan, dtype=dtype)
-    # Some transfers are larger than a bucket, some go alone, some together.
-    transfer.ALONE_BYTES = 2000
-    hand_over = MovedHandOver(engine.tensors(), mine, rank=rank, target_layout=layout, bucket_bytes=5000)
+    # Some transfers are larger than a bucket, some go alone, some together; some tensors are gathered, as with NCCL.
+    with patch.object(transfer, "ALONE_BYTES", 2000), patch.object(transfer, "_can_gather", lambda *_: True):
+        hand_over = MovedHandOver(engine.tensors(), mine, rank=rank, target_layout=layout, bucket_bytes=5000)
     assert hand_over.plan == make_plan(source, layout)
     for version in (1, 2):
         for value in mine.values():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -62,13 +63,14 @@ def local(values: dict[str, Tensor], layout: Layout, rank: int) -> dict[str, Ten
 
 def moves(rank: int, plan: Plan, way: tuple[int, int], device: str) -> Moved:
     """Two hand-overs, and one after each kind of step was measured alone: every bit is right."""
-    transfer.ALONE_BYTES, bucket_bytes = way
     trained, dtype = (layout.tensors["even"].dtype for layout in (plan.source, plan.target))
     held = {name: t.to(device) for name, t in local(whole(0, trained), plan.source, rank).items()}
     wanted = {name: t.to(device, dtype) for name, t in local(whole(0, trained), plan.target, rank).items()}
     if "by_columns" in wanted:
         wanted["by_columns"] = by_columns(wanted["by_columns"])
-    transport = Transport(plan, rank, held, wanted, bucket_bytes=bucket_bytes)
+    alone, bucket_bytes = way
+    with patch.object(transfer, "ALONE_BYTES", alone), patch.object(transfer, "_can_gather", lambda *_: True):  # as with NCCL
+        transport = Transport(plan, rank, held, wanted, bucket_bytes=bucket_bytes)
     for version in (1, 2, 3):
         for name, value in local(whole(version, trained), plan.source, rank).items():
             held[name].copy_(value)
@@ -84,7 +86,7 @@ def moves(rank: int, plan: Plan, way: tuple[int, int], device: str) -> Moved:
     assert (moved.sent, moved.received) == (plan.sent_bytes(rank), plan.received_bytes(rank))
     assert moved.copied == sum(t.bytes for t in plan.kept if t.receiver == rank)
     gathers = [step for step in transport._steps if isinstance(step, Gather)]
-    assert len(gathers) == len(gathered_names(plan, way[0]))
+    assert len(gathers) == len(gathered_names(plan, alone))
     return moved
 
 
