@@ -158,7 +158,8 @@ def show_verdict(plan: Any) -> None:
         print("The smallest change that makes it fit:")
         print("  " + " ".join(f"'{c}'" if any(x in c for x in " {[") else c for c in plan.change))
     else:
-        print("No micro-batch, layout, precision or adapter makes it fit here: take larger devices or a smaller model.")
+        print("No micro-batch, recomputation, layout, precision or adapter makes it fit here.")
+        print("  -> take larger devices or a smaller model")
 
 
 def short(plan: Any) -> str:

@@ -52,11 +52,11 @@ def parse(kind: type[S], values: Mapping[str, Any], where: str = "settings") -> 
         raise _explain(kind, error, where) from None
 
 
-def load_yaml(path: str | Path) -> dict[str, Any]:
+def load_yaml(path: str | Path, what: str = "recipe") -> dict[str, Any]:
     """The mapping in a YAML file (safe-loaded). Raises ConfigError: missing, no mapping, or a key that is there twice."""
     path = Path(path)
     if not path.is_file():
-        raise ConfigError(f"no such file: {path}", where="recipe", remedy="give the path of a YAML recipe")
+        raise ConfigError(f"no such file: {path}", where=what, remedy=f"give the path of a YAML {what.removeprefix('--')}")
     try:
         values = _load(path.read_text(encoding="utf-8"), str(path))
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -16,9 +16,9 @@ from podium.planner.roles import Needs, Sizes
 def smallest_change(settings: RecipeSettings, needs: Needs, cluster: Cluster, plan: Plan, sizes: Sizes) -> list[str] | None:
     """Overrides (`key=value`) under which the plan fits; None where none of those that are known does.
 
-    First what changes no number of the run (smaller micro-batches, weights cut over devices that are there, more devices, the
-    optimizer's state in the host's memory), then what changes how precisely or what is trained (moments in 8 bits, weights in
-    16, an adapter, a base in 4 bits).
+    First what changes no number of the run (smaller micro-batches, layers computed again, weights cut over devices that are
+    there, more devices, one copy of the weights a node to generate from, the optimizer's state in the host's memory), then what
+    changes how precisely or what is trained (moments in 8 bits, weights in 16, an adapter, a base in 4 bits).
     """
     values = settings.model_dump(mode="json")
     for change in candidates(settings, cluster, plan, sizes):
@@ -33,37 +33,61 @@ def smallest_change(settings: RecipeSettings, needs: Needs, cluster: Cluster, pl
 
 def candidates(settings: RecipeSettings, cluster: Cluster, plan: Plan, sizes: Sizes) -> Iterator[list[str]]:
     """Lists of overrides, smallest change first."""
-    if not any(not pool.fits for pool in plan.pools):
-        yield [f"checkpoint.keep={1}"]
+    if all(pool.fits for pool in plan.pools):  # the disk, or the host's memory
+        yield ["checkpoint.keep=1"]
+        yield from _less_state(settings, plan)
         return
-    micro = list(_smaller_microbatches(settings, sizes))
+    micro, again = list(_smaller_microbatches(settings, sizes)), list(_computed_again(settings))
     least = micro[-1:]
-    lower_bits = ["model.dtype=bfloat16"] if _in_fp32_on_gpu(plan) else []
+    tight = [*least, *(["batch.activation_checkpointing=full"] if again else [])]
     yield from ([m] for m in micro)
     yield from ([c] for c in _fewer_sequences(settings))
+    for change in again:
+        yield [change]
+        yield [*least, change]
     spread = list(_spread(settings, cluster, plan))
+    if spread:
+        spread += [[*spread[-1], *divided] for divided in _divided_rollout(settings, cluster, plan, spread[-1])]
     for over in spread:
         yield over
-        if least:
-            yield [*least, *over]
+        yield [*least, *over]
+    yield from ([*tight, *over] for over in spread)
+    for fewer in (*_offloaded(settings, plan), *_less_state(settings, plan)):
+        yield fewer
+        yield [*least, *fewer]
+        yield [*tight, *fewer]
+        yield from ([*tight, *over, *fewer] for over in spread[-2:])
+
+
+def _computed_again(settings: RecipeSettings) -> Iterator[str]:
+    """More of the backward pass computed again instead of kept, least first."""
+    known = ("none", "selective", "full", "offload")
+    for kind in known[known.index(settings.batch.activation_checkpointing) + 1 :]:
+        yield f"batch.activation_checkpointing={kind}"
+
+
+def _of_optimizers(settings: RecipeSettings, change: str) -> list[str]:
+    return [f"{name}.{change}" for name in ("optimizer", "critic") if hasattr(settings, name)]
+
+
+def _offloaded(settings: RecipeSettings, plan: Plan) -> Iterator[list[str]]:
     if settings.model.lora is None and not settings.optimizer.offload and any(not pool.device.is_cpu for pool in plan.pools):
-        offloads = [f"{name}.offload=true" for name in ("optimizer", "critic") if hasattr(settings, name)]
-        yield offloads
-        yield [*least, *offloads]
-    if settings.model.lora is None and settings.optimizer.states != "8bit":
-        states = [f"{name}.states=8bit" for name in ("optimizer", "critic") if hasattr(settings, name)]
-        yield states
-        yield [*least, *states]
+        yield _of_optimizers(settings, "offload=true")
+
+
+def _less_state(settings: RecipeSettings, plan: Plan) -> Iterator[list[str]]:
+    """Fewer bits of moments and weights; an adapter; fewer bits of its base."""
+    lora = settings.model.lora is not None
+    if not lora and settings.optimizer.states != "8bit":
+        yield _of_optimizers(settings, "states=8bit")
+    lower_bits = ["model.dtype=bfloat16"] if _in_fp32_on_gpu(plan) else []
     if lower_bits:
         yield lower_bits
-        yield [*least, *lower_bits]
-    if settings.model.lora is None:
-        adapter = [*lower_bits, "model.lora.rank=16"]
-        yield from (adapter, [*least, *adapter], [*adapter, "model.quantization=4bit"])
-        yield [*least, *adapter, "model.quantization=4bit"]
+    if not lora:
+        yield [*lower_bits, "model.lora.rank=16"]
+        yield [*lower_bits, "model.lora.rank=16", "model.quantization=4bit"]
     elif settings.model.quantization == "none":
         yield ["model.quantization=4bit"]
-        yield [*least, "model.quantization=4bit"]
 
 
 def _in_fp32_on_gpu(plan: Plan) -> bool:
@@ -109,6 +133,18 @@ def _spread(settings: RecipeSettings, cluster: Cluster, plan: Plan) -> Iterator[
             clear = [f"resource_pool.{bad.name}.gpus=[]"] if named and named[0].get("gpus") else []
             where = where if nodes > 1 else where[:1]
             yield [*kind, *clear, *where, *_sharded(settings, bad, count)]
+
+
+def _divided_rollout(settings: RecipeSettings, cluster: Cluster, plan: Plan, over: list[str]) -> Iterator[list[str]]:
+    """Generation from one copy of the weights for all devices of a node, instead of one each. `over`: the pool's layout."""
+    pool = next((p for p in plan.pools if any(role.role == "actor" for role in p.roles)), None)
+    rollout = getattr(settings, "rollout", None)
+    if pool is None or pool.fits or rollout is None or rollout.engine != "native":
+        return
+    whole_nodes = any("gpus_per_node=" in change for change in over)
+    tensor = max(machine.devices for machine in cluster.machines) if whole_nodes else pool.devices // pool.nodes
+    if settings.model.lora is None and "rollout" not in settings.resource_pool and tensor > 1:
+        yield [f"resource_pool.rollout={{shares: {pool.name}, parallel: {{tensor: {tensor}}}}}"]
 
 
 def _doubling(most: int) -> list[int]:

@@ -166,7 +166,7 @@ class ClusterSettings(Settings):
 
 def load_cluster(path: str | Path) -> Cluster:
     """A cluster from YAML. Raises ConfigError for an unknown key, or a device that is neither known nor fully described."""
-    values = load_yaml(path)
+    values = load_yaml(path, "--cluster")
     given = values.get("nodes")
     if not isinstance(given, list):  # one kind
         values = dict(values)

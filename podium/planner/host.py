@@ -10,6 +10,7 @@ from podium.controller.placement import Placed
 from podium.core.ranks import Ranks
 from podium.core.settings import RecipeSettings
 from podium.planner.memory import RoleSpec
+from podium.planner.roles import Needs, reads_parts
 
 if TYPE_CHECKING:
     from podium.planner.plan import Plan
@@ -26,7 +27,13 @@ def state_bytes(role: RoleSpec) -> float:
     return whole.weights + whole.masters + whole.moments + (8.0 - 4.0) * role.shape.scores * role.shape.hidden
 
 
-def host_and_disk(plan: Plan, settings: RecipeSettings, placed: Sequence[Placed]) -> None:
+def _read_at_once(role: RoleSpec, settings: RecipeSettings, needs: Needs) -> float:
+    """Weights in a worker's host memory while they are loaded: the whole model, or the worker's own part."""
+    whole = role.itemsize * role.shape.total
+    return whole / (role.shard * role.tensor) if reads_parts(settings, needs, role) else whole
+
+
+def host_and_disk(plan: Plan, settings: RecipeSettings, needs: Needs, placed: Sequence[Placed]) -> None:
     """Fills in what the plan's busiest node needs of its memory, and what the run folder needs of the disk."""
     trained = {role.role: role for pool in plan.pools for role in pool.roles if role.trains}
     plan.checkpoint_bytes = sum(state_bytes(role) for role in trained.values())
@@ -37,7 +44,7 @@ def host_and_disk(plan: Plan, settings: RecipeSettings, placed: Sequence[Placed]
     plan.disk_bytes = plan.checkpoint_bytes * (settings.checkpoint.keep + 1) + exported
     busiest: dict[str, float] = {}
     for pool, spots in zip(plan.pools, placed, strict=True):
-        load = max((role.itemsize * role.shape.total for role in pool.roles), default=0.0)
+        load = max((_read_at_once(role, settings, needs) for role in pool.roles), default=0.0)
         tokens = settings.batch.planned_microbatch_tokens
         offloaded = sum(role.on_host for role in pool.roles)
         offloaded += max((role.host_per_token * tokens for role in pool.roles), default=0.0)

@@ -133,7 +133,7 @@ def plan_run(settings: RecipeSettings, needs: Needs, cluster: Cluster, sizes: Si
         disk_bytes=0.0,
         disk_free=cluster.machines[0].disk,
     )
-    host_and_disk(plan, settings, placed)
+    host_and_disk(plan, settings, needs, placed)
     _judge(plan)
     if settings.executor.kind == "local" and sum(pool.devices for pool in pools) > 1:
         plan.notes.append(

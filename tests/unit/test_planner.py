@@ -25,7 +25,7 @@ from podium.models.heads import ActorModel, CriticModel
 from podium.models.lm_head import base_of
 from podium.models.packed import pack
 from podium.planner.devices import DEVICES, load_cluster, this_machine
-from podium.planner.host import state_bytes
+from podium.planner.host import PROCESS, state_bytes
 from podium.planner.memory import RoleSpec, _adapted_pass, cache_bytes, generation_copy
 from podium.planner.shapes import ModelShape, shape_at, shape_of
 from podium.planner.throughput import decode_step_seconds
@@ -335,6 +335,38 @@ def test_the_smallest_change_comes_first(folder: Path) -> None:
     assert not nothing.fits and nothing.change is None
 
 
+def test_layers_computed_again_are_a_small_change(folder: Path) -> None:
+    """It changes no number, so it comes before another layout; and 70B on one node needs all at once."""
+    size = "{nodes: 1, devices_per_node: 1, device: big, memory_gb: %s, flops: 7.0e+14, bandwidth: 4.0e+12}"
+    given = ("batch.microbatch_tokens=2048", "rollout.max_concurrent=16")
+    cluster = next(size % memory for memory in range(200, 100, -1) if not planned(size % memory, *given).fits)
+    change = planned(cluster, *given).change
+    assert change == ["batch.activation_checkpointing=selective"] and planned(cluster, *given, *change).fits
+    (folder / "model/config.json").write_text(json.dumps(LLAMA_70B))
+    shape_at.cache_clear()
+    node = "{nodes: 1, devices_per_node: 8, device: H200, host_memory_gb: 2000}"
+    plan = planned(node, "executor.kind=ray", "resource_pool.actor.gpus_per_node=8", "kl.coef=0")
+    assert "batch.activation_checkpointing=full" in plan.change and "optimizer.offload=true" in plan.change
+    assert planned(node, "executor.kind=ray", "resource_pool.actor.gpus_per_node=8", "kl.coef=0", *plan.change).fits
+
+
+def test_the_host_s_memory_counts_the_parts_that_workers_read(folder: Path) -> None:
+    node = "{nodes: 1, devices_per_node: 8, device: H200, host_memory_gb: 2000}"
+    given = ("executor.kind=ray", "resource_pool.actor={gpus_per_node: 8, backend: fsdp}", "kl.coef=0")
+    parts, whole = planned(node, *given), planned(node, *given, "model.lora.rank=16")
+    each = whole.pools[0].roles[0].shape.total * 2
+    assert parts.host_bytes - parts.checkpoint_bytes == pytest.approx(each + 8 * PROCESS)
+    assert whole.host_bytes - whole.checkpoint_bytes == pytest.approx(8 * each + 8 * PROCESS)
+
+
+def test_where_the_host_s_memory_is_short_its_state_shrinks(folder: Path) -> None:
+    node = "{nodes: 1, devices_per_node: 1, device: H200, host_memory_gb: 130}"
+    given = ("optimizer.offload=true", "batch.microbatch_tokens=2048", "batch.activation_checkpointing=full", "kl.coef=0")
+    plan = planned(node, *given)
+    assert [p.split(":")[0] for p in plan.problems] == ["host memory"]
+    assert plan.change and planned(node, *given, *plan.change).fits
+
+
 def test_an_automatic_budget_is_planned_with_what_fits(folder: Path) -> None:
     size = "{nodes: 1, devices_per_node: 1, device: big, memory_gb: %s, flops: 7.0e+14, bandwidth: 4.0e+12}"
     found = []
@@ -436,3 +468,8 @@ def test_bad_clusters(folder: Path) -> None:
 def test_this_machine() -> None:
     machine = this_machine("cpu").machines[0]
     assert machine.cpus >= 1 and machine.memory > 1e8 and machine.disk is not None
+
+
+def test_a_cluster_file_that_is_not_there_is_called_one(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--cluster: no such file: none.yaml\n  -> give the path of a YAML cluster"):
+        load_cluster("none.yaml")
