@@ -60,7 +60,10 @@ class Loader:
             yield self.next_batch()
 
     def next_batch(self, rows: int | None = None) -> Batch:
-        """The next `rows` rows (a multiple of `unit`); by default a step's."""
+        """The next `rows` rows (a multiple of `unit`); by default a step's.
+
+        Over an epoch's end a pair may be among them twice: `pair_id` counts these rows' pairs, from 0.
+        """
         wanted = (self.rows_per_step if rows is None else rows) // self.unit
         parts: list[Tensor] = []
         while wanted:
@@ -72,7 +75,10 @@ class Loader:
             self._position += len(part)
             wanted -= len(part)
         units = torch.cat(parts)
-        return self.batch.index((units[:, None] * self.unit + torch.arange(self.unit)).flatten())
+        taken = self.batch.index((units[:, None] * self.unit + torch.arange(self.unit)).flatten())
+        if self.unit == 1 or "pair_id" not in taken:
+            return taken
+        return taken.with_columns({"pair_id": torch.arange(len(units)).repeat_interleave(self.unit)})
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values; those but `epoch` and `position` only serve to notice that the data or its order changed."""

@@ -59,6 +59,9 @@ def test_every_epoch_takes_every_row_once(case, epochs):
     for at in range(0, len(flat), unit):  # pairs stay together, in order
         assert flat[at : at + unit] == [flat[at] // unit * unit + k for k in range(unit)]
     assert loader.epoch == pytest.approx(steps * per_step / rows)
+    if unit > 1:  # also where a step has a pair twice: of the last epoch's end, and the next one's beginning
+        for _ in range(epochs + 1):
+            assert loader.next_batch()["pair_id"].bincount().tolist() == [unit] * (per_step // unit)
 
 
 def test_orders_differ_by_epoch_and_seed():
