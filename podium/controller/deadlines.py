@@ -173,7 +173,7 @@ class Deadlines:
                 self._watcher.start()
             if wait.end < self._asleep_until:
                 self._changed.notify_all()
-        self._arm()
+            self._arm()  # with the lock: from waits of a moment ago it would be set too early, and nobody would set it right
 
     def _finish(self, wait: Wait) -> None:
         wait.ended = True
