@@ -18,6 +18,7 @@ from podium.core.settings import OptimizerSettings
 from podium.engines.train import TRAIN_ENGINES, SingleDeviceEngine
 from podium.engines.train.microbatch import plan
 from podium.engines.train.optim import MasterAdamW, lr_at
+from podium.engines.train.single import _misfit
 from podium.models.heads import ActorModel, CriticModel, RewardModel
 from podium.models.storage import by_columns
 from tests.tiny import tiny_model
@@ -227,6 +228,14 @@ def test_state_of_another_model_is_refused() -> None:
     other = SingleDeviceEngine(ActorModel(tiny_model(num_hidden_layers=1)))
     with pytest.raises(CheckpointError, match="do not fit"):
         other.load_state_dict(engine().state_dict())
+
+
+def test_what_does_not_fit_is_said() -> None:
+    mine = {"a": torch.zeros(2), "b": torch.zeros(2), "c": torch.zeros(2)}
+    assert _misfit(mine, mine) == ""
+    assert _misfit(mine, {**mine, "b": torch.zeros(3)}) == "b has the shape [2], there [3]"
+    said = _misfit(mine, {"a": torch.zeros(2), "x": torch.zeros(2)})
+    assert said == "2 are in the model alone (b, ...); 1 are in the checkpoint alone (x)"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -262,11 +262,12 @@ class SingleDeviceEngine:
             self._optimizer.load_state_dict(state["optimizer"])
 
     def _check_fits(self, mine: dict[str, Tensor], theirs: dict[str, Tensor], frozen: str | None) -> None:
-        odd = sorted(set(mine) ^ set(theirs)) or sorted(n for n in mine if mine[n].shape != theirs[n].shape)
+        odd = _misfit(mine, theirs)
         if odd:
             raise CheckpointError(
-                f"the checkpoint's weights do not fit this model: {', '.join(odd[:3])}",
-                remedy="resume with the model that the checkpoint was written for",
+                f"the checkpoint's weights do not fit this model: {odd}",
+                where="model",
+                remedy="resume with the model that the checkpoint was written for (model.path, model.lora)",
             )
         if frozen != self._frozen_digest:
             raise CheckpointError(
@@ -322,6 +323,19 @@ def _tokens(batch: Batch) -> Tensor:
 
 def packed_row(batch: Batch) -> Packed:
     return pack(batch.select("prompt_ids", "response_ids"))
+
+
+def _misfit(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> str:
+    """What is other about a checkpoint's tensors; empty where nothing is."""
+    if mine.keys() == theirs.keys():
+        name = next((n for n in mine if mine[n].shape != theirs[n].shape), None)
+        return f"{name} has the shape {[*mine[name].shape]}, there {[*theirs[name].shape]}" if name is not None else ""
+    alone = (sorted(a.keys() - b.keys()) for a, b in ((mine, theirs), (theirs, mine)))
+    return "; ".join(
+        f"{len(names)} are in the {side} alone ({names[0]}{', ...' if len(names) > 1 else ''})"
+        for side, names in zip(("model", "checkpoint"), alone, strict=True)
+        if names
+    )
 
 
 def own_tensors(model: nn.Module) -> dict[str, Tensor]:
