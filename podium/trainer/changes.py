@@ -33,14 +33,22 @@ class ChangedSettings(CheckpointError):
 
 def table(changes: Sequence[Change]) -> str:
     """The differences as text, aligned."""
-    rows = [("setting", "was", "is"), *((name, _short(old), _short(new)) for name, old, new in changes)]
+    rows = [("setting", "was", "is"), *((name, *_short(old, new)) for name, old, new in changes)]
     widths = [max(len(row[i]) for row in rows) for i in range(3)]
     return "\n".join("  " + "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
 
 
-def _short(value: Any) -> str:
-    text = "-" if value is None else str(value)
-    return text if len(text) <= _WIDTH else text[: _WIDTH - 3] + "..."
+def _short(old: Any, new: Any) -> tuple[str, str]:
+    """Both as text; of long ones the part where they begin to differ."""
+    was, now = ("-" if value is None else str(value) for value in (old, new))
+    alike = next((i for i, (a, b) in enumerate(zip(was, now, strict=False)) if a != b), min(len(was), len(now)))
+    start = max(0, alike - _WIDTH // 3) if max(len(was), len(now)) > _WIDTH else 0
+    return _cut(was, start), _cut(now, start)
+
+
+def _cut(text: str, start: int) -> str:
+    shown = ("..." if start else "") + text[start:]
+    return shown if len(shown) <= _WIDTH else shown[: _WIDTH - 3] + "..."
 
 
 def changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
@@ -72,6 +80,9 @@ def differences(old: Any, new: Any, key: str = "") -> list[Change]:
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         names = sorted(set(old) | set(new))
         return [d for n in names for d in differences(old.get(n), new.get(n), f"{key}.{n}" if key else n)]
+    if isinstance(old, list) and isinstance(new, list):
+        before, after = ({str(i): item for i, item in enumerate(items)} for items in (old, new))
+        return differences(before, after, key)
     return [] if old == new else [(key, old, new)]
 
 

@@ -10,7 +10,7 @@ from podium import RewardStage, RolloutStage, Trainer
 from podium.core.errors import CheckpointError
 from podium.recipes import build, load
 from podium.stages.advantage import AdvantageStage
-from podium.trainer.changes import ChangedSettings, changes, described, described_stage, table
+from podium.trainer.changes import ChangedSettings, changes, described, described_stage, differences, table
 from tests.tiny import tiny_model, tiny_tokenizer
 
 ROWS = [{"prompt": f"What is {a} plus {b}?", "answer": str(a + b)} for a in range(4) for b in range(4)]
@@ -128,6 +128,23 @@ def test_what_a_stage_was_given_in_plain_values():
 def test_a_long_value_does_not_break_the_table():
     text = table([("a.b", "x" * 500, None)])
     assert all(len(line) < 160 for line in text.splitlines()) and text.splitlines()[1].endswith("-")
+
+
+def test_a_list_is_compared_item_by_item():
+    old = {"rewards": [{"function": "score:length", "weight": 1.0}, {"function": "score:right", "weight": 0.5}]}
+    new = {
+        "rewards": [
+            {"function": "score:length", "weight": 1.0},
+            {"function": "score:right", "weight": 0.7},
+            {"function": "b:c"},
+        ]
+    }
+    assert differences(old, new) == [("rewards.1.weight", 0.5, 0.7), ("rewards.2", None, {"function": "b:c"})]
+
+
+def test_long_values_are_shown_where_they_begin_to_differ():
+    line = table([("model.path", "/data/" * 30 + "first", "/data/" * 30 + "second")]).splitlines()[1]
+    assert "first" in line and "second" in line and len(line) < 160
 
 
 def test_what_may_change():
