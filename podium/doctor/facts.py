@@ -53,6 +53,14 @@ class Facts:
     def __post_init__(self) -> None:
         self.steps = [row for row in self.metrics if "time/step" in row]
 
+    @property
+    def going_on(self) -> str:
+        """The command by which the run goes on; where it has no checkpoint, the one that begins it anew."""
+        run = RunFolder(self.path)
+        if any(run.checkpoints.glob("step_*")):
+            return f"podium train --resume {self.path}"
+        return f"podium train {run.settings} run.name=NEW (there is no checkpoint yet)"
+
     def series(self, name: str) -> list[tuple[int, float]]:
         """(step, value) of a metric; a value that was not finite is NaN."""
         found = ((row["step"], row[name]) for row in self.steps if name in row)

@@ -60,7 +60,7 @@ def errors(facts: Facts) -> Iterator[Finding]:
         _ERRORS.get(error["type"], error["type"]),
         f"the run ended after step {error['step']}: {message}",
         "error.json (with the traceback)",
-        _ERROR_REMEDIES.get(error["type"], f"mend it, then podium train --resume {facts.path}"),
+        _ERROR_REMEDIES.get(error["type"], f"mend it, then {facts.going_on}"),
     )
 
 
@@ -96,5 +96,5 @@ def silence(facts: Facts) -> Iterator[Finding]:
             f"step {facts.steps[-1]['step']} of {facts.settings.get('run', {}).get('steps')} was the last, "
             f"{facts.silent_seconds / 3600:.1f} hours ago",
             f"a step took {usual:.1f} s; there is no summary.json and no report",
-            f"the process is gone or hangs outside of what is watched; podium train --resume {facts.path} goes on",
+            f"the process is gone or hangs outside of what is watched; {facts.going_on}",
         )

@@ -178,3 +178,14 @@ def test_the_spot_check_costs_one_row_in_64(rows: int) -> None:
 
 def test_no_rows_are_spot_checked_where_there_are_none() -> None:
     assert spot_rows(0, 0) == 0
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_the_way_on_is_one_that_works(tmp_path: Path, saved: bool) -> None:
+    """Without a checkpoint `--resume` would be refused."""
+    run = run_with(tmp_path / "run", finished=False)
+    (run / "error.json").write_text(json.dumps({"type": "ValueError", "message": "no", "step": 3}))
+    if saved:
+        (run / "checkpoints" / "step_000002").mkdir(parents=True)
+    (found,) = (f for f in examine(read_run(run)) if "ended after step 3" in f.what)
+    assert ("train --resume" in found.remedy) is saved and str(run) in found.remedy
