@@ -87,7 +87,10 @@ class Deadlines:
     waits: list[Wait] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._changed = threading.Condition()
+        # Taken as itself where a wait begins and ends: `Condition.__enter__` is python, and what breaks off a wait could come
+        # between its two lines, when the lock is held and nobody will release it.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._watcher: threading.Thread | None = None
         self._before: Any = None
         self._stacks: TextIO | None = None
@@ -166,7 +169,7 @@ class Deadlines:
         return f"{', '.join(said)}{seconds}" if said else ""
 
     def _begin(self, wait: Wait) -> None:
-        with self._changed:
+        with self._lock:
             self.waits.append(wait)
             if self._watcher is None:
                 self._watcher = threading.Thread(target=self._watch, name="deadlines", daemon=True)
@@ -177,8 +180,8 @@ class Deadlines:
 
     def _finish(self, wait: Wait) -> None:
         wait.ended = True
-        with self._changed:
-            self.waits.remove(wait)
+        with self._lock:
+            self.waits = [other for other in self.waits if other is not wait]
             if wait.report is not None:  # the watcher sleeps past its last resort, which must not end those that go on
                 self._changed.notify_all()
             if wait.report is not None and not self._by_signal(wait):  # one that has not arrived yet
@@ -197,7 +200,7 @@ class Deadlines:
             except OSError:  # a full disk: the run goes on without its last resort
                 self.grace = 0.0
                 return
-        ends = [wait.end for wait in list(self.waits)]
+        ends = [wait.end for wait in self.waits if not wait.ended]
         needed = min(ends) + self.grace if ends else math.inf
         if 0 <= needed - self._armed <= self.grace / 10:
             return  # to set it anew makes a thread; a little early will do
@@ -225,6 +228,7 @@ class Deadlines:
         """
         with self._changed:
             while self._open:
+                self.waits = [wait for wait in self.waits if not wait.ended]  # also one that was broken off as it ended
                 ends = [wait.end for wait in self.waits if wait.report is None]
                 if not self.waits and self._armed < math.inf:
                     ends = [self._armed - 0.5 * self.grace]
@@ -233,7 +237,7 @@ class Deadlines:
                 if not self._open:  # the last resort is taken back already, its file closed
                     break
                 self._arm()
-                late = [w for w in self.waits if w.report is None and time.monotonic() >= w.end]
+                late = [w for w in self.waits if w.report is None and not w.ended and time.monotonic() >= w.end]
                 if late:
                     self._passed(late[-1])  # the innermost: what it is in will end with it
             self._watcher = None

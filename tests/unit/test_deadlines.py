@@ -10,6 +10,7 @@ import sys
 import textwrap
 import threading
 import time
+from contextlib import suppress
 
 import pytest
 
@@ -58,6 +59,29 @@ def test_a_wait_that_was_broken_off_leaves_no_last_resort_behind(deadlines):
     with pytest.raises(DeadlineError), deadlines.waiting("reward", "scorer"):
         time.sleep(60)
     _until(lambda: deadlines._armed == math.inf)
+
+
+def test_a_thread_that_is_broken_off_where_it_takes_the_lock_does_not_keep_it(tmp_path):
+    class Slow(Deadlines):
+        def _write(self, wait):
+            time.sleep(0.3)  # with the lock: the thread comes to it meanwhile
+            return super()._write(wait)
+
+    def stage():
+        with suppress(DeadlineError), deadlines.waiting("reward", "outer"):
+            end = time.monotonic() + 5
+            while time.monotonic() < end:
+                with deadlines.waiting("call", "inner"):
+                    pass
+
+    with Slow({"reward": 0.1, "call": 30.0}, tmp_path / "reports") as deadlines:
+        for _ in range(3):
+            thread = threading.Thread(target=stage, daemon=True)
+            thread.start()
+            thread.join(10)
+            assert not thread.is_alive()
+            assert deadlines._changed.acquire(timeout=2)
+            deadlines._changed.release()
 
 
 def _until(holds):
