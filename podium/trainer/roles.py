@@ -199,8 +199,9 @@ class Roles:
         if generates and (together or (apart and can_be_laid_out(model))):
             return self._dividing_actor(model, loss)
         generating = copy.deepcopy(model).requires_grad_(False) if apart else model
+        policy = as_policy(model, self._temperature())  # before the engine keeps places: on a CPU it lays weights out anew
         rollout = self._rollout_engine(generating, settings) if generates else None
-        engine = self._engine("actor", as_policy(model, self._temperature()), loss)
+        engine = self._engine("actor", policy, loss)
         worker = ActorWorker(engine, rollout, sampling_of(settings), self.tokenizer, **self._minibatching(loss))
         if apart:
             from podium.hybrid.engine import hand_over_between

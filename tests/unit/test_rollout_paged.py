@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from podium.engines.rollout import create_rollout_engine
 from podium.engines.rollout.native.engine import NativeEngine
 from podium.engines.rollout.native.paged_engine import PagedEngine
 from podium.engines.rollout.requests import join, resume
+from podium.recipes import build, load
 from tests.tiny import VOCAB_SIZE, tiny_model, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
@@ -309,3 +312,25 @@ def test_options() -> None:
         _engine(page_size=12)
     with pytest.raises(RolloutError, match="steps_per_look=0"):
         _engine(steps_per_look=0)
+
+
+def test_a_run_on_a_cpu_trains_what_it_samples_with(tmp_path: Path) -> None:
+    """The policy's weights are laid out before the engine keeps their places, not after; with an adapter too."""
+    for model in ({}, {"lora": {"rank": 2}}):
+        values = {
+            "algorithm": "grpo",
+            "model": model,
+            "batch": {"prompts_per_step": 2, "group_size": 2},
+            "rollout": {"max_new_tokens": 4, "backend_options": {"page_size": 8}},
+            "rewards": [{"function": _by_length}],
+            "run": {"steps": 2, "trackers": [], "progress": False, "device": "cpu", "folder": str(tmp_path)},
+        }
+        rows = [{"prompt": f"What is {a} plus 3?"} for a in range(4)]
+        trainer = build(load(values=values), models={"actor": tiny_model()}, tokenizer=TOKENIZER, data=rows)
+        assert trainer.train().steps == 2
+        worker = trainer.roles["actor"].workers[0]
+        assert isinstance(worker.rollout, PagedEngine) and worker.rollout.policy_version == worker.engine.policy_version > 0
+
+
+def _by_length(completions: list[str], **columns: Any) -> list[float]:
+    return [float(len(text) % 5) for text in completions]
