@@ -12,6 +12,7 @@ import torch
 from podium.core.errors import RolloutError
 from podium.engines.base import Request, SamplingParams, Trajectory
 from podium.engines.rollout import create_rollout_engine
+from podium.engines.rollout.native import graphs
 from podium.engines.rollout.native.engine import NativeEngine
 from podium.engines.rollout.native.paged_engine import PagedEngine
 from podium.engines.rollout.requests import join, resume
@@ -334,3 +335,19 @@ def test_a_run_on_a_cpu_trains_what_it_samples_with(tmp_path: Path) -> None:
 
 def _by_length(completions: list[str], **columns: Any) -> list[float]:
     return [float(len(text) % 5) for text in completions]
+
+
+def test_graphs_used_longest_ago_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Recorded:
+        def replay(self) -> None:
+            pass
+
+    monkeypatch.setattr(graphs, "_MOST_GRAPHS", 3)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    made: list[int] = []
+    step = graphs.DecodeStep(None, None, None, None, None, graphs=True)  # type: ignore[arg-type]
+    monkeypatch.setattr(step, "_record", lambda shape: made.append(shape.rows) or Recorded())
+    for rows in (1, 2, 3, 1, 4, 1, 2):
+        step(graphs.Shape(rows, 1))
+    assert made == [1, 2, 3, 4, 2]  # 4 took the place of 2, not of 1

@@ -22,6 +22,8 @@ from podium.engines.rollout.native.sharing import Shared
 # Programs of decode attention: enough for a large GPU when they are alike, and when they are of very different lengths.
 _PROGRAMS, _UNEVEN_PROGRAMS = 1024, 2048
 _MOST_SPLITS = 64
+# Graphs that are kept; the one used longest ago makes room. A run of requests of many lengths has some dozens.
+_MOST_GRAPHS = 256
 
 
 def bucket_of(rows: int, most: int) -> int:
@@ -80,9 +82,14 @@ class DecodeStep:
         if not self.graphs:
             self._run(shape)
             return
-        if shape not in self._recorded:
-            self._recorded[shape] = self._record(shape)
-        self._recorded[shape].replay()
+        graph = self._recorded.pop(shape, None)
+        if graph is None:
+            if len(self._recorded) >= _MOST_GRAPHS:
+                torch.cuda.synchronize()  # it may be running
+                self._recorded.pop(next(iter(self._recorded)))
+            graph = self._record(shape)
+        self._recorded[shape] = graph  # last, as it was used last
+        graph.replay()
 
     def _run(self, shape: Shape) -> None:
         step = DecodePass(self.ops, self.cache, self.state, shape.rows, shape.splits, shape.shared)
