@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from podium.core.settings import OptimizerSettings
+from podium.engines.train.gradient_sums import GradientSums
 from podium.engines.train.optim import MasterAdamW
 
 # Weights of a bucket: 128 MiB of gradients (a larger parameter is a bucket of its own).
@@ -28,24 +29,14 @@ class OffloadedAdamW(MasterAdamW):
     def __init__(
         self, parameters: Iterable[tuple[str, nn.Parameter]], settings: OptimizerSettings, total_updates: int | None = None
     ) -> None:
-        self._sums: dict[int, Tensor] = {}  # fp32 gradients of 16-bit parameters, by the parameter's id
+        self._sums = GradientSums()
         self._staging: list[_Staging] = []
         super().__init__(parameters, settings, total_updates)
 
     def _master(self, parameter: nn.Parameter) -> Tensor:
         if parameter.dtype != torch.float32:
-            parameter.register_post_accumulate_grad_hook(self._take)
+            self._sums.follow(parameter)
         return parameter.detach().to("cpu", torch.float32, copy=True).requires_grad_()
-
-    def _take(self, low: Tensor) -> None:
-        """Adds a 16-bit gradient to its sum in fp32, as soon as a backward pass has it."""
-        assert low.grad is not None
-        kept = self._sums.get(id(low))
-        if kept is None:
-            self._sums[id(low)] = low.grad.float()
-        else:
-            kept += low.grad
-        low.grad = None
 
     @property
     def moment_bytes(self) -> int:
@@ -54,16 +45,10 @@ class OffloadedAdamW(MasterAdamW):
 
     def zero_grad(self) -> None:
         super().zero_grad()
-        self._sums.clear()
-        for parameter in self._parameters.values():
-            parameter.grad = None
-
-    def _grad(self, name: str) -> Tensor | None:
-        parameter = self._parameters[name]
-        return parameter.grad if parameter.grad is not None else self._sums.get(id(parameter))
+        self._sums.forget(self._parameters.values())
 
     def _gradients(self) -> list[Tensor]:
-        return [grad for name in self._parameters if (grad := self._grad(name)) is not None]
+        return [grad for parameter in self._parameters.values() if (grad := self._sums.of(parameter)) is not None]
 
     def _apply(self) -> None:
         self._align()  # moments from a file lie by rows, whatever their masters do
@@ -92,7 +77,7 @@ class OffloadedAdamW(MasterAdamW):
         bucket: list[str] = []
         size = 0
         for name, master in self._masters.items():
-            if self._grad(name) is None:
+            if self._sums.of(self._parameters[name]) is None:
                 continue
             if bucket and size + master.numel() > _BUCKET:
                 yield bucket
@@ -106,11 +91,10 @@ class OffloadedAdamW(MasterAdamW):
         """Starts the way of a bucket's gradients to the CPU; the device's memory is free for what is queued after that."""
         gradients: dict[str, tuple[Tensor, Tensor]] = {}
         for name in bucket:
-            grad, parameter = self._grad(name), self._parameters[name]
+            grad = self._sums.of(self._parameters[name])
             assert grad is not None
             gradients[name] = (grad, self._masters[name].detach())
-            parameter.grad = None
-            self._sums.pop(id(parameter), None)
+            self._sums.forget([self._parameters[name]])
         staging.fetch(gradients)
 
     @torch.no_grad()

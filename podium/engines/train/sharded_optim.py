@@ -13,6 +13,7 @@ from podium.core.errors import ConfigError
 from podium.core.ranks import WorkerContext
 from podium.core.settings import OptimizerSettings
 from podium.engines.layout import box_of, local_of
+from podium.engines.train.gradient_sums import GradientSums
 from podium.engines.train.optim import MasterAdamW
 
 # Gradients are summed in pieces of so many elements (fp32: 128 MiB).
@@ -47,7 +48,7 @@ class ShardedAdamW(MasterAdamW):
                 where="optimizer.states",
                 remedy="use 32-bit states with shard or tensor (each worker has its part of them)",
             )
-        self._sums: dict[int, Tensor] = {}  # fp32 gradients of 16-bit parameters, by the parameter's id
+        self._sums = GradientSums()
         super().__init__(parameters, settings, total_updates)
 
     def _scales_loss(self, every: Mapping[str, nn.Parameter]) -> bool:
@@ -56,45 +57,26 @@ class ShardedAdamW(MasterAdamW):
     def _master(self, parameter: nn.Parameter) -> Tensor:
         local = local_of(parameter.detach())
         if local.dtype != torch.float32:
-            parameter.register_post_accumulate_grad_hook(self._take)
+            self._sums.follow(parameter)
         elif not self._offload:
             return local.requires_grad_()  # the same memory
         place = "cpu" if self._offload else local.device
         return local.to(place, torch.float32, copy=True).requires_grad_()
 
-    def _take(self, low: Tensor) -> None:
-        """Adds a 16-bit gradient to its sum in fp32, as soon as a backward pass has it."""
-        assert low.grad is not None
-        grad = local_of(low.grad)
-        kept = self._sums.get(id(low))
-        if kept is None:
-            self._sums[id(low)] = grad.float()
-        else:
-            kept += grad
-        low.grad = None
-
     def zero_grad(self) -> None:
         super().zero_grad()
-        self._sums.clear()
-        for parameter in self._parameters.values():
-            parameter.grad = None
+        self._sums.forget(self._parameters.values())
 
     # ------------------------------------------------------------------ gradients
 
     def _collect(self) -> float:
-        grads = {name: grad for name, p in self._parameters.items() if (grad := self._grad(p)) is not None}
+        grads = {name: grad for name, p in self._parameters.items() if (grad := self._sums.of(p)) is not None}
         self._sum_over_ranks(grads)
         norm = self._norm(grads)
         for name, grad in grads.items():
             self._masters[name].grad = grad.to("cpu") if self._offload else grad
-            self._parameters[name].grad = None
-        self._sums.clear()
+        self._sums.forget(self._parameters.values())
         return norm
-
-    def _grad(self, parameter: nn.Parameter) -> Tensor | None:
-        if parameter.grad is not None:
-            return local_of(parameter.grad)
-        return self._sums.get(id(parameter))
 
     def _sum_over_ranks(self, grads: dict[str, Tensor]) -> None:
         """FSDP has summed over `shard` in the backward pass; the other axes once, here."""
