@@ -29,7 +29,7 @@ from podium.profiling.machine import copy_rate, matrix_rate, synchronize
 
 sys.path.insert(0, str(Path(__file__).parent))
 import roofline
-from models import SHAPES, grpo_trainer
+from models import SHAPES, add_step_arguments, grpo_trainer
 
 
 def measured_machine(device: str) -> roofline.Machine:
@@ -89,14 +89,9 @@ def ratios(peer: str, report: dict[str, Any], ours: float) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=SHAPES, default="0.5b")
-    parser.add_argument("--prompts", type=int, default=32)
-    parser.add_argument("--group", type=int, default=8)
-    parser.add_argument("--prompt-tokens", type=int, default=256)
-    parser.add_argument("--new-tokens", type=int, default=512)
+    add_step_arguments(parser)
     parser.add_argument("--microbatch-tokens", type=int, default=32_768)
     parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--peer", choices=("trl-vllm", "trl"), default=None)
     parser.add_argument("--peer-steps", type=int, default=2, help="counted steps of each of the peer's settings")
     parser.add_argument("--peer-microbatch", type=int, default=32, help="sequences in a forward pass of the peer's training")

@@ -59,6 +59,16 @@ def reward(completions: list[str], **columns: Any) -> list[float]:
     return [float(sum(map(ord, text)) % 7) for text in completions]
 
 
+def add_step_arguments(parser: argparse.ArgumentParser) -> None:
+    """What a GRPO step is of: the same for Podium's and for a peer's."""
+    parser.add_argument("--size", choices=SHAPES, default="0.5b")
+    parser.add_argument("--prompts", type=int, default=32)
+    parser.add_argument("--group", type=int, default=8)
+    parser.add_argument("--prompt-tokens", type=int, default=256)
+    parser.add_argument("--new-tokens", type=int, default=512)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+
+
 def grpo_trainer(shape: roofline.Shape, args: argparse.Namespace, folder: str, steps: int, microbatch_tokens: int) -> Any:
     """A trainer, prepared, for so many steps of `args.prompts` x `args.group`, `args.prompt_tokens` + `args.new_tokens`.
 

@@ -29,7 +29,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from models import SHAPES, make_model, make_prompts, make_tokenizer, reward
+from models import SHAPES, add_step_arguments, make_model, make_prompts, make_tokenizer, reward
 
 from podium.core.batch import Batch
 from podium.profiling.machine import synchronize, timed
@@ -283,15 +283,10 @@ def _saved_model(args: argparse.Namespace, folder: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=SHAPES, default="0.5b")
-    parser.add_argument("--prompts", type=int, default=32)
-    parser.add_argument("--group", type=int, default=8)
-    parser.add_argument("--prompt-tokens", type=int, default=256)
-    parser.add_argument("--new-tokens", type=int, default=512)
+    add_step_arguments(parser)
     parser.add_argument("--microbatch", type=int, default=32, help="sequences in a forward pass of training")
     parser.add_argument("--steps", type=int, default=2, help="counted steps of each phase")
     parser.add_argument("--vllm", action="store_true", help="vLLM in TRL's process generates")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     args = parser.parse_args()
     import trl
 
