@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from podium.engines.layout import Box
-from podium.hybrid.gathers import Gather, gathered_names
+from podium.hybrid.gathers import Gather, GatherStep, gather_steps, gathered_names
 from podium.hybrid.messages import Cut, Message, Round, UnderWay, rounds_of
 from podium.hybrid.patience import Patience
 from podium.hybrid.plan import Plan, Transfer
@@ -31,7 +31,7 @@ more takes about as long, a copy on the device a fraction. An estimate, not a me
 class Moved:
     """What one rank's part of a hand-over did, in bytes (of the generation's dtype), counted as it was done.
 
-    A collective counts as one message.
+    A tensor that is gathered counts as one message.
     """
 
     sent: int = 0
@@ -73,13 +73,13 @@ class Transport:
         places = places_of(self._device, group) if plan.sent else []
         self._near = Neighbours(plan, rank, source, places, group)
         self._wire = _wire(self._device, group) if plan.sent else self._device
-        gathered = gathered_names(plan, ALONE_BYTES) if _can_gather(plan, places, group) else []
+        gathered = gathered_names(plan) if _can_gather(plan, places, group) else []
         lone = set(plan.target.tensors).difference(gathered)
         far = [t for t in plan.sent if not is_near(t, places) and t.name in lone]
         dtypes = {name: shards.dtype for name, shards in plan.target.tensors.items()}
-        gathers = [Gather(source[name], target[name], self._own(name), plan.target.ranks) for name in gathered]
+        gathers = [Gather(source[name], target[name], self._own(name)) for name in gathered]
         rounds = rounds_of(far, rank, Cut(bucket_bytes, ALONE_BYTES, dtypes), self._message)
-        self._steps: list[Gather | Round] = [*gathers, *rounds]
+        self._steps: list[GatherStep | Round] = [*gather_steps(gathers, plan.target.ranks), *rounds]
         kept = [t for t in plan.kept if t.receiver == rank and t.name in lone and not self._shared(t)]
         self._copies = [(self._to(t), self._from(t)) for t in kept]
 
@@ -158,7 +158,7 @@ class Transport:
         Together they take longer than `run`, in which they overlap. Messages hold what their memory happens to hold.
         """
         rounds = [step for step in self._steps if isinstance(step, Round)]
-        gathers = [step for step in self._steps if isinstance(step, Gather)]
+        gathers = [step for step in self._steps if isinstance(step, GatherStep)]
         patience = Patience()
 
         def gather() -> None:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from podium.engines.layout import Layout, ModelParallel, Split
-from podium.hybrid import transfer
-from podium.hybrid.gathers import Gather, gathered_names
+from podium.hybrid import gathers, transfer
+from podium.hybrid.gathers import Gather, GatherStep, gathered_names
 from podium.hybrid.plan import Plan, make_plan
 from podium.hybrid.transfer import Moved, Transport
 from podium.hybrid.verify import mismatched_tensors
@@ -69,7 +69,11 @@ def moves(rank: int, plan: Plan, way: tuple[int, int], device: str) -> Moved:
     if "by_columns" in wanted:
         wanted["by_columns"] = by_columns(wanted["by_columns"])
     alone, bucket_bytes = way
-    with patch.object(transfer, "ALONE_BYTES", alone), patch.object(transfer, "_can_gather", lambda *_: True):  # as with NCCL
+    with (
+        patch.object(transfer, "ALONE_BYTES", alone),
+        patch.object(gathers, "GROUP_BYTES", bucket_bytes),
+        patch.object(transfer, "_can_gather", lambda *_: True),  # as with NCCL
+    ):
         transport = Transport(plan, rank, held, wanted, bucket_bytes=bucket_bytes)
     for version in (1, 2, 3):
         for name, value in local(whole(version, trained), plan.source, rank).items():
@@ -85,8 +89,10 @@ def moves(rank: int, plan: Plan, way: tuple[int, int], device: str) -> Moved:
     assert not mismatched_tensors(plan, rank, held, wanted)
     assert (moved.sent, moved.received) == (plan.sent_bytes(rank), plan.received_bytes(rank))
     assert moved.copied == sum(t.bytes for t in plan.kept if t.receiver == rank)
-    gathers = [step for step in transport._steps if isinstance(step, Gather)]
-    assert len(gathers) == len(gathered_names(plan, alone))
+    launches = [step for step in transport._steps if isinstance(step, GatherStep)]
+    names = gathered_names(plan)
+    assert sum(len(step.gathers) for step in launches) == len(names)
+    assert len(launches) == min(len(names), 1) or bucket_bytes < 100
     return moved
 
 
@@ -115,23 +121,32 @@ def test_every_way_gives_the_same_bits_and_counts() -> None:
 
 def test_what_every_rank_needs_and_has_an_equal_part_of_is_gathered() -> None:
     plan = planned("whole", torch.float32, torch.bfloat16)
-    # Uneven rows and columns that are cut are not; nor are tensors whose parts are small.
-    assert set(gathered_names(plan, 1)) == GATHERED | {"cut"}
-    assert gathered_names(plan, 64) == ["even", "deep"]
-    assert set(gathered_names(planned("cut", torch.float32, torch.bfloat16), 1)) == GATHERED
-    assert gathered_names(planned("one", torch.float32, torch.bfloat16), 1) == []
+    # Uneven rows and columns that are cut are not.
+    assert set(gathered_names(plan)) == GATHERED | {"cut"}
+    assert set(gathered_names(planned("cut", torch.float32, torch.bfloat16))) == GATHERED
+    assert gathered_names(planned("one", torch.float32, torch.bfloat16)) == []
     source = plan.source.placed([1, 0, 2])  # parts in another order than the ranks
-    assert gathered_names(make_plan(source, plan.target), 1) == []
+    assert gathered_names(make_plan(source, plan.target)) == []
 
 
 def test_a_gather_brings_just_what_a_rank_lacks() -> None:
     plan = planned("whole", torch.float32, torch.bfloat16)
     for rank in range(RANKS):
-        for name in gathered_names(plan, 1):
+        for name in gathered_names(plan):
             box = plan.source.tensors[name].boxes[rank]
             full = torch.zeros(SHAPES[name], dtype=torch.bfloat16)
             assert box is not None
             own = full[tuple(map(slice, box.start, box.stop))]
-            gather = Gather(own.float(), full, own, RANKS)
+            gather = GatherStep([Gather(own.float(), full, own)], RANKS)
             assert gather.received == sum(t.bytes for t in plan.sent if t.receiver == rank and t.name == name)
             assert gather.sent == sum(t.bytes for t in plan.sent if t.sender == rank and t.name == name)
+
+
+def test_a_launch_has_one_dtype_and_a_limit() -> None:
+    wholes = [
+        torch.zeros(size, dtype=dtype)
+        for size, dtype in zip((60, 40, 10, 300), (torch.float32, torch.bfloat16) * 2, strict=True)
+    ]
+    with patch.object(gathers, "GROUP_BYTES", 280):
+        steps = gathers.gather_steps([Gather(whole[:10], whole, whole[:10]) for whole in wholes], RANKS)
+    assert [[len(gather.whole) for gather in step.gathers] for step in steps] == [[40], [300], [60, 10]]
