@@ -32,6 +32,7 @@ import torch
 
 from podium.algorithms.losses import policy_loss, supervised_loss
 from podium.core.batch import Batch
+from podium.core.jsonable import jsonable
 from podium.core.settings import OptimizerSettings
 from podium.engines.train import SingleDeviceEngine
 from podium.models.heads import ActorModel
@@ -167,7 +168,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     args = parser.parse_args()
     report = run(args)
-    print(json.dumps(report))
+    print(json.dumps(jsonable(report)))
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -198,7 +199,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             found = compared(one, fp32)
             one.engine.model = None
         report[name] = {"seconds": seconds, **found}
-        print(name, json.dumps(report[name], indent=1), file=sys.stderr, flush=True)
+        print(name, json.dumps(jsonable(report[name]), indent=1), file=sys.stderr, flush=True)
         del one
         gc.collect()
     return report

@@ -15,6 +15,7 @@ from unittest.mock import patch
 import torch
 from models import make_rows
 
+from podium.core.jsonable import jsonable
 from podium.engines.train.adamw_8bit import AdamW8bit
 from podium.models.attention import IMPLEMENTATION
 
@@ -104,7 +105,7 @@ def table(run: Any, engine: Any) -> dict[str, dict[str, float]]:
             with switch(engine):
                 out[name] = run.measure(engine, rows, warmup=1, steps=2)
         engine.microbatch_tokens = whole
-        print("  ", name, json.dumps(out[name]), flush=True)
+        print("  ", name, json.dumps(jsonable(out[name])), flush=True)
 
     rows = run.rows()
     add("all on", rows)

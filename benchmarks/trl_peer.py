@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from models import SHAPES, add_step_arguments, make_model, make_prompts, make_tokenizer, reward
 
 from podium.core.batch import Batch
+from podium.core.jsonable import jsonable
 from podium.profiling.machine import synchronize, timed
 
 DEFAULT = "fp32 autocast, checkpointing"
@@ -65,7 +66,7 @@ def updates(shape: Any, device: str, rows: Batch, stack: ExitStack) -> dict[str,
         with trainer_of(shape, device, settings[0], folder) as trainer:
             for setting in settings:
                 table[setting.name] = one_update(trainer, inputs, setting.rows, device)
-                print(f"   trl {setting.name}: {json.dumps(table[setting.name])}", flush=True)
+                print(f"   trl {setting.name}: {json.dumps(jsonable(table[setting.name]))}", flush=True)
         return min(settings, key=lambda s: _or_inf(table[s.name]["seconds"]))
 
     fastest = best([Setting(n) for n in (4, 8, 16)])
@@ -299,7 +300,7 @@ def main() -> None:
 
         versions["vllm"] = vllm.__version__
     with tempfile.TemporaryDirectory() as folder:
-        print(json.dumps({**versions, **steps(args, folder)}))
+        print(json.dumps(jsonable({**versions, **steps(args, folder)})))
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ import torch
 from podium.algorithms.log_probs import log_probs_from_hidden
 from podium.algorithms.losses import policy_loss
 from podium.core.batch import Batch
+from podium.core.jsonable import jsonable
 from podium.core.settings import OptimizerSettings
 from podium.engines.train import SingleDeviceEngine
 from podium.models.heads import ActorModel
@@ -270,11 +271,11 @@ def main() -> None:
             of_size["trl"] = show(f"{size} trl", against_trl(run, of_size["speed"]["seconds"]))
             report[f"ratio_to_trl_{size}"] = of_size["trl"]["ratio_to_trl"]
             report[f"ratio_to_trl_default_{size}"] = of_size["trl"]["ratio_to_trl_default"]
-    print(json.dumps(report))
+    print(json.dumps(jsonable(report)))
 
 
 def show(title: str, result: Any) -> Any:
-    print(title, json.dumps(result, indent=1), flush=True)
+    print(title, json.dumps(jsonable(result), indent=1), flush=True)
     return result
 
 

@@ -24,6 +24,7 @@ from unittest.mock import patch
 
 import torch
 
+from podium.core.jsonable import jsonable
 from podium.core.settings import LoraSettings, OptimizerSettings
 from podium.engines.train import SingleDeviceEngine
 from podium.models.adapters import add_lora
@@ -108,7 +109,7 @@ def main() -> None:
             peak = out.get("peak_gb", math.nan)
             note = f"  fits {args.card_gb:g} GB" if peak < args.card_gb else ""
             print(f"{name:>18} {1e3 * out['seconds']:8.0f} {out['tokens_per_second']:10.0f} {peak:8.1f}{note}", flush=True)
-    print(json.dumps(report))
+    print(json.dumps(jsonable(report)))
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from podium.core.errors import ConfigError, did_you_mean
+from podium.core.jsonable import jsonable
 
 WIDTH_WITHOUT_TERMINAL = 140
 
@@ -73,7 +74,7 @@ def _is_near(name: str, known: Iterable[str]) -> bool:
 
 def print_json(value: Any) -> None:
     """One JSON object on a line of its own on stdout."""
-    print(json.dumps(value, ensure_ascii=False, default=str), flush=True)
+    print(json.dumps(jsonable(value), ensure_ascii=False, default=str), flush=True)
 
 
 def print_table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]], *, fixed: int = 1) -> None:

@@ -15,6 +15,7 @@ import typer
 
 from podium.cli.console import print_json, print_table, sort_arguments
 from podium.core.errors import ConfigError
+from podium.core.jsonable import jsonable
 
 
 def command(
@@ -94,7 +95,7 @@ def _write(folder: Path, profile: Any, algorithm: str) -> None:
     from podium.profiling.report import as_plain, draw
 
     with writing(folder / "profile.json", "the profile"):
-        (folder / "profile.json").write_text(json.dumps(as_plain(profile), indent=1) + "\n")
+        (folder / "profile.json").write_text(json.dumps(jsonable(as_plain(profile)), indent=1) + "\n")
     with writing(folder / "profile.png", "the picture"):
         draw(profile, folder / "profile.png", algorithm)
 

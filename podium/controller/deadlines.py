@@ -36,6 +36,7 @@ from typing import Any, TextIO
 
 from podium.core.activity import activity, doing
 from podium.core.errors import DeadlineError
+from podium.core.jsonable import jsonable
 
 SIGNAL = signal.SIGUSR2
 STACKS = "stacks.txt"
@@ -272,7 +273,7 @@ class Deadlines:
         number = 1 + len(list(self.folder.glob("deadline_*.json")))
         path = self.folder / f"deadline_{number:03d}_{wait.kind}.json"
         content = report_of(wait, self.facts())
-        path.write_text(json.dumps(content, indent=1, ensure_ascii=False, default=str) + "\n")
+        path.write_text(json.dumps(jsonable(content), indent=1, ensure_ascii=False, default=str) + "\n")
         path.with_suffix(".txt").write_text(as_text(content))
         return path.with_suffix(".txt")
 

@@ -16,6 +16,7 @@ import yaml
 from podium.controller.executors import create_executor
 from podium.core.config import parse
 from podium.core.errors import command_name
+from podium.core.jsonable import jsonable
 from podium.core.settings import ExecutorSettings
 from podium.quickstart import model as quickstart_model
 from podium.quickstart import task
@@ -96,9 +97,9 @@ def run(
     if not players.writes:
         return report
     _show(say, report, before, after, rl)
-    (home / "report.json").write_text(json.dumps(asdict(report), indent=2) + "\n")
+    (home / "report.json").write_text(json.dumps(jsonable(asdict(report)), indent=2) + "\n")
     if as_json:
-        print(json.dumps(asdict(report)))
+        print(json.dumps(jsonable(asdict(report))))
     return report
 
 

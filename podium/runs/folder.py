@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
-import math
 import os
 import re
 import socket
@@ -26,6 +25,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
+from podium.core.jsonable import jsonable
 from podium.core.errors import ConfigError
 from podium.core.files import writing
 
@@ -158,7 +158,7 @@ class RunFolder:
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """What the run came to, as one JSON object."""
-        _write(self.summary, json.dumps(_plain(summary), indent=2, ensure_ascii=False) + "\n")
+        _write(self.summary, json.dumps(jsonable(summary), indent=2, ensure_ascii=False) + "\n")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Appends one step's metrics and hands them to the operating system at once. A number that is not finite is null.
@@ -174,7 +174,7 @@ class RunFolder:
             file = self._open_metrics()
         row = {"step": step, "time": round(time.time(), 3), **metrics}
         with writing(self.metrics, f"the metrics of step {step}"):
-            file.write(json.dumps(_plain(row), ensure_ascii=False) + "\n")
+            file.write(json.dumps(jsonable(row), ensure_ascii=False) + "\n")
             file.flush()
         self._last_step = step
 
@@ -252,7 +252,7 @@ class RunFolder:
         path = self.path / "alarms.jsonl"
         if sum(1 for _ in read_jsonl(path)) < MOST_ALARMS:
             with writing(path, path.name), path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(_plain(alarm), ensure_ascii=False) + "\n")
+                file.write(json.dumps(jsonable(alarm), ensure_ascii=False) + "\n")
 
     def close(self) -> None:
         """Closes the metrics file; logging opens it again."""
@@ -345,21 +345,6 @@ class Encoded(str):
 
 def _line(row: Mapping[str, Any]) -> str:
     """One object on a line of its own; what is JSON already stands as it is, after the rest."""
-    plain = json.dumps(_plain({n: v for n, v in row.items() if not isinstance(v, Encoded)}), ensure_ascii=False)[1:-1]
+    plain = json.dumps(jsonable({n: v for n, v in row.items() if not isinstance(v, Encoded)}), ensure_ascii=False)[1:-1]
     ready = [f"{json.dumps(n)}: {v}" for n, v in row.items() if isinstance(v, Encoded)]
     return "{" + ", ".join([*([plain] if plain else []), *ready]) + "}\n"
-
-
-def _plain(value: Any) -> Any:
-    """JSON has no NaN or infinity, and knows no NumPy or torch scalars."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if isinstance(value, Path):
-        return str(value)
-    if hasattr(value, "item") and not isinstance(value, str):
-        value = value.item()
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
