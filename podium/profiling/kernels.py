@@ -10,7 +10,7 @@ import torch
 
 KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("autograd", ("autograd::", "backward0", "backward1", "accumulategrad")),
-    ("attention", ("flash", "fmha", "attention", "sdpa", "_merge", "_decode_kernel", "_combine_kernel")),
+    ("attention", ("flash", "fmha", "attention", "sdpa", "_merge", "_own_kernel", "_shared_kernel", "_combine_kernel")),
     ("matrix products", ("gemm", "nvjet", "cutlass", "cublas", "sm90_xmma", "addmm", "aten::mm", "aten::bmm", "aten::linear")),
     ("communication", ("nccl", "c10d", "gloo")),
     ("log-probs", ("_statistics", "_gradient", "log_softmax", "logsumexp", "logprobs")),

@@ -53,9 +53,11 @@ def test_batches_run_in_few_sizes() -> None:
     assert len(sizes) < 32
     assert all(rows <= bucket_of(rows, 1000) <= max(8, 1.25 * rows) for rows in range(1, 1001))
     assert splits_of(8, 2, [100]) == 1
-    assert splits_of(8, 2, [100_000]) == 64
+    assert splits_of(8, 2, [100_000]) == 32
+    assert splits_of(1, 2, [100_000]) == 64
+    assert splits_of(64, 2, [1000] * 64) == 4
     assert splits_of(1024, 2, [1000] * 1000) == 1
-    assert splits_of(256, 2, [2000, *[200] * 200]) == 4
+    assert splits_of(256, 2, [2000, *[200] * 200]) == 2
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])

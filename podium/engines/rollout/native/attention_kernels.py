@@ -4,7 +4,8 @@
 
 Three kernels. `_own_kernel`: a row's keys in parts (split-KV), or those after the shared start. `_shared_kernel`: the
 shared start, all queries of a tile of rows as one product (cascade attention; Ye et al. 2024, FlashInfer's blog of
-2024-02-02; Juravsky et al. 2024, "Hydragen"). `_combine_kernel`: merges the parts by their log-sum-exp.
+2024-02-02; Juravsky et al. 2024, "Hydragen"). Parts are merged by their log-sum-exp: few of them by the program of
+`_own_kernel` that comes last, many by `_combine_kernel`.
 """
 
 from __future__ import annotations
@@ -16,8 +17,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from podium.engines.rollout.native.launch import after_previous, early
+
 # Keys that one program works on at least.
 _LEAST_PART = 256
+# Parts that the last program of a row merges; more take it longer than a launch.
+_MOST_MERGED = 4
 
 
 @triton.jit
@@ -63,15 +68,21 @@ def _over_keys(
 
 @triton.jit(do_not_specialize=["layer", "window"])
 def _own_kernel(
-    Q, ANCHOR, OFFSET, TABLE, COUNTS, SKIP, OUT, PARTS, LSE, layer, page_stride, table_stride, sqb, sqh, scaling, softcap,
-    window, KV: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
-    SPLITS: tl.constexpr, BEFORE: tl.constexpr, LEAST: tl.constexpr, CAPPED: tl.constexpr, WINDOW: tl.constexpr,
-    PRECISE: tl.constexpr,
+    Q, ANCHOR, OFFSET, TABLE, COUNTS, SKIP, OUT, PARTS, LSE, ARRIVED, layer, page_stride, table_stride, sqb, sqh, scaling,
+    softcap, window, KV: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK: tl.constexpr, SPLITS: tl.constexpr, BEFORE: tl.constexpr, LEAST: tl.constexpr, CAPPED: tl.constexpr,
+    WINDOW: tl.constexpr, PRECISE: tl.constexpr, MERGE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Programs: (row, key/value head, split). The G queries that share a key head are the rows of one product.
 
     BEFORE: parts that `_shared_kernel` writes before these; a row then starts at its SKIP.
+    MERGE: the program that comes last of a row and head merges its parts. ARRIVED counts them, and is zero again afterwards.
     """
+    if BEFORE == 0:
+        after_previous(EARLY)
+    elif EARLY:
+        # It runs beside `_shared_kernel`, whose programs let it start when all that was launched before them was written.
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0)
     kv = tl.program_id(1)
     split = tl.program_id(2)
@@ -98,9 +109,50 @@ def _own_kernel(
         to = (row.to(tl.int64) * KV * G + kv * G + at_g)[:, None] * D + at_d[None, :]
         tl.store(OUT + to, acc.to(OUT.dtype.element_ty), mask=real)
     else:
-        to = (row.to(tl.int64) * KV * G + kv * G + at_g) * (BEFORE + SPLITS) + BEFORE + split
+        heads = row.to(tl.int64) * KV * G + kv * G + at_g
+        to = heads * (BEFORE + SPLITS) + BEFORE + split
         tl.store(PARTS + to[:, None] * D + at_d[None, :], acc, mask=real)
         tl.store(LSE + to, lse, mask=at_g < G)
+        if BEFORE > 0 and EARLY:
+            tl.extra.cuda.gdc_wait()  # the shared parts
+        if MERGE:
+            tl.debug_barrier()  # all of this program's stores, then the count
+            if tl.atomic_add(ARRIVED + row * KV + kv, 1, sem="acq_rel") == SPLITS - 1:
+                tl.store(ARRIVED + row * KV + kv, 0)
+                shares = n > 0
+                if BEFORE > 0:
+                    shares = shares & (tl.load(SKIP + row) > 0)
+                merged = _merge(PARTS, LSE, heads, at_g < G, at_d, shares, D=D, GP=GP, TOTAL=BEFORE + SPLITS, BEFORE=BEFORE)
+                tl.store(OUT + heads[:, None] * D + at_d[None, :], merged.to(OUT.dtype.element_ty), mask=real)
+
+
+@triton.jit
+def _merge(
+    PARTS, LSE, heads, real, at_d, shares, D: tl.constexpr, GP: tl.constexpr, TOTAL: tl.constexpr, BEFORE: tl.constexpr
+):  # fmt: skip
+    """The parts of these heads `[GP]`, weighed: `[GP, D]`. Of a row that shares nothing the first BEFORE were not written.
+
+    Other programs wrote them just now: they are read where those wrote, not from this processor's own cache.
+    """
+    top = tl.full([GP], float("-inf"), tl.float32)
+    for part in tl.static_range(TOTAL):
+        there = real
+        if part < BEFORE:
+            there = real & shares
+        top = tl.maximum(top, tl.load(LSE + heads * TOTAL + part, mask=there, other=float("-inf"), cache_modifier=".cg"))
+    top = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.zeros([GP], tl.float32)
+    acc = tl.zeros([GP, D], tl.float32)
+    for part in tl.static_range(TOTAL):
+        there = real
+        if part < BEFORE:
+            there = real & shares
+        at = heads * TOTAL + part
+        weight = tl.exp(tl.load(LSE + at, mask=there, other=float("-inf"), cache_modifier=".cg") - top)
+        values = tl.load(PARTS + at[:, None] * D + at_d[None, :], mask=there[:, None], other=0.0, cache_modifier=".cg")
+        acc += weight[:, None] * values
+        total += weight
+    return acc / tl.where(total == 0, 1.0, total)[:, None]
 
 
 @triton.jit(do_not_specialize=["layer"])
@@ -108,9 +160,10 @@ def _shared_kernel(
     Q, ANCHOR, OFFSET, TABLE, TILES, KEYS, PARTS, LSE, layer, page_stride, table_stride, sqb, sqh, scaling, softcap,
     KV: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
     BLOCK: tl.constexpr, SPLITS: tl.constexpr, TOTAL: tl.constexpr, LEAST: tl.constexpr, CAPPED: tl.constexpr,
-    PRECISE: tl.constexpr,
+    PRECISE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Programs: (tile, key/value head, split). A tile is up to ROWS rows whose first KEYS keys are the same pages."""
+    after_previous(EARLY)
     tile = tl.program_id(0)
     kv = tl.program_id(1)
     split = tl.program_id(2)
@@ -139,9 +192,10 @@ def _shared_kernel(
 @triton.jit
 def _combine_kernel(
     PARTS, LSE, COUNTS, SKIP, OUT, HEADS: tl.constexpr, D: tl.constexpr, TOTAL: tl.constexpr, BEFORE: tl.constexpr,
-    PADDED: tl.constexpr,
+    PADDED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program a row and head. Of a row that shares nothing, or sees nothing, the first BEFORE parts were not written."""
+    after_previous(EARLY)
     at = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, PADDED)
     there = part < TOTAL
@@ -180,11 +234,10 @@ def decode_attention(
     if total > 1:
         parts = torch.empty(rows, heads, total, width, dtype=torch.float32, device=query.device)
         lse = torch.empty(rows, heads, total, dtype=torch.float32, device=query.device)
-    precise = query.dtype == torch.float32
+    merge = 1 < total <= _MOST_MERGED and rows * kv <= len(cache.arrived)
     common: dict[str, Any] = {
         "KV": kv, "G": group, "D": width, "PAGE": cache.page_size, "LEAST": _LEAST_PART, "CAPPED": softcap is not None,
-        "BLOCK": 32 if precise or width > 128 else 64 if width == 128 else 128, "PRECISE": precise,
-        "num_warps": 4, "num_stages": 3,
+        "PRECISE": query.dtype == torch.float32, **_form(width, query.dtype), **early(query.device),
     }  # fmt: skip
     numbers = (layer, cache.page_stride, table.stride(0), query.stride(0), query.stride(1), scaling, softcap or 0.0)
     skip = counts if shared is None else shared.tiles.skip
@@ -195,13 +248,20 @@ def decode_attention(
             GP=max(triton.next_power_of_2(group), 16 // tiles.height), ROWS=tiles.height, SPLITS=before, TOTAL=total, **common,
         )  # fmt: skip
     _own_kernel[(rows, kv, splits)](
-        query, cache.anchor, cache.offset, table, counts, skip, out, parts, lse, *numbers, window or 0,
-        GP=max(16, triton.next_power_of_2(group)), SPLITS=splits, BEFORE=before, WINDOW=window is not None, **common,
+        query, cache.anchor, cache.offset, table, counts, skip, out, parts, lse, cache.arrived, *numbers, window or 0,
+        GP=max(16, triton.next_power_of_2(group)), SPLITS=splits, BEFORE=before, WINDOW=window is not None,
+        MERGE=merge, **common,
     )  # fmt: skip
-    if total > 1:
+    if total > 1 and not merge:
         padded = triton.next_power_of_2(total)
         _combine_kernel[(rows * heads,)](
             parts, lse, counts, skip, out, HEADS=heads, D=width, TOTAL=total, BEFORE=before, PADDED=padded,
-            num_warps=max(1, min(4, padded * width // 2048)),
+            num_warps=max(1, min(4, padded * width // 2048)), **early(query.device),
         )  # fmt: skip
     return out
+
+
+def _form(width: int, dtype: torch.dtype) -> dict[str, int]:
+    """Keys of a block, and how its loop is compiled."""
+    block = 32 if dtype == torch.float32 or width > 128 else 64 if width == 128 else 128
+    return {"BLOCK": block, "num_warps": 4, "num_stages": 3}

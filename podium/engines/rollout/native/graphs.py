@@ -19,8 +19,8 @@ from podium.engines.rollout.native.paged_cache import PagedCache, RowState
 from podium.engines.rollout.native.passes import DecodePass, FusedForward, ModuleForward
 from podium.engines.rollout.native.sharing import Shared
 
-# Programs of decode attention: enough for a large GPU when they are alike, and when they are of very different lengths.
-_PROGRAMS, _UNEVEN_PROGRAMS = 1024, 2048
+# Programs of decode attention: so many run at once on a large GPU. Many rows of very different lengths are cut finer.
+_PROGRAMS, _UNEVEN_PROGRAMS = 512, 1024
 _MOST_SPLITS = 64
 # Graphs that are kept; the one used longest ago makes room. A run of requests of many lengths has some dozens.
 _MOST_GRAPHS = 256
@@ -38,8 +38,10 @@ def bucket_of(rows: int, most: int) -> int:
 def splits_of(rows: int, kv_heads: int, lengths: Sequence[int]) -> int:
     """How many parts a row's keys are cut into, at most (a power of two); a part is never shorter than 256 keys."""
     longest = max(lengths)
-    even = longest * len(lengths) <= 1.5 * sum(lengths)
-    wanted = (_PROGRAMS if even else _UNEVEN_PROGRAMS) // (rows * kv_heads)
+    pairs = rows * kv_heads
+    wanted = _PROGRAMS // pairs
+    if longest * len(lengths) > 1.5 * sum(lengths) and 2 * pairs >= _PROGRAMS:
+        wanted = max(2, _UNEVEN_PROGRAMS // pairs)
     splits = 1
     while splits < min(wanted, _MOST_SPLITS) and splits * 256 < longest:
         splits *= 2

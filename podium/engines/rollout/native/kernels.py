@@ -16,13 +16,15 @@ import triton.language as tl
 from torch import Tensor
 
 from podium.engines.rollout.native.attention_kernels import decode_attention
+from podium.engines.rollout.native.launch import after_previous, early
 from podium.engines.rollout.native.sample_kernels import sample
 
 # ------------------------------------------------------------------ norm and activation
 
 
 @triton.jit
-def _norm_kernel(X, R, W, OUT, eps, width, HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr):
+def _norm_kernel(X, R, W, OUT, eps, width, HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    after_previous(EARLY)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < width
@@ -52,12 +54,14 @@ def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float)
         HAS_RESIDUAL=residual is not None,
         BLOCK=block,
         num_warps=min(16, max(1, block // 512)),
+        **early(x.device),
     )
     return out, x if residual is None else residual
 
 
 @triton.jit
-def _silu_kernel(X, OUT, width, BLOCK: tl.constexpr):
+def _silu_kernel(X, OUT, width, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    after_previous(EARLY)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < width
@@ -72,8 +76,10 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     """`silu(gate) * up` from `[N, 2 I]`: `[N, I]`."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(rows, width)
-    block = min(1024, triton.next_power_of_2(width))
-    _silu_kernel[(rows, triton.cdiv(width, block))](gate_up, out, width, BLOCK=block, num_warps=4)
+    block = 2048 if width > 6144 else 1024
+    _silu_kernel[(rows, triton.cdiv(width, block))](
+        gate_up, out, width, BLOCK=block, num_warps=block // 256, **early(gate_up.device)
+    )  # fmt: skip
     return out
 
 
@@ -84,9 +90,10 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 def _rotate_kernel(
     QKV, ROTARY, POSITIONS, PLACES, QNORM, KNORM, Q, K, ANCHOR, OFFSET, layer, page_stride, count, eps,
     HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, NORMED: tl.constexpr, ROWS: tl.constexpr,
-    KEEP: tl.constexpr,
+    KEEP: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Programs: (block of tokens, head). Heads 0..H-1 are queries, then K keys, then K values."""
+    after_previous(EARLY)
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     head = tl.program_id(1)
     half = tl.arange(0, D // 2)
@@ -95,6 +102,9 @@ def _rotate_kernel(
     at = token.to(tl.int64)[:, None] * ((HEADS + 2 * KV) * D) + head * D + half[None, :]
     low = tl.load(QKV + at, mask=inside, other=0.0).to(tl.float32)
     high = tl.load(QKV + at + D // 2, mask=inside, other=0.0).to(tl.float32)
+    # Where they go is asked for now, so that no load waits for another.
+    place = tl.load(PLACES + token, mask=token < count, other=-1)
+    base = tl.multiple_of(tl.load(OFFSET), 8)
     if head < HEADS + KV:
         if NORMED:
             scale = 1.0 / tl.sqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / D + eps)
@@ -120,8 +130,6 @@ def _rotate_kernel(
                 k_to = token.to(tl.int64)[:, None] * (KV * D) + kv * D + half[None, :]
                 tl.store(K + k_to, low.to(kind), mask=inside)
                 tl.store(K + k_to + D // 2, high.to(kind), mask=inside)
-        place = tl.load(PLACES + token, mask=token < count, other=-1)
-        base = tl.multiple_of(tl.load(OFFSET), 8)
         at_page = (place // PAGE) * page_stride + ((layer * 2 + pair) * KV + kv) * (PAGE * D) + (place % PAGE) * D
         there = inside & (place >= 0)[:, None]
         tl.store(ANCHOR + base + at_page[:, None] + half[None, :], low.to(kind), mask=there)
@@ -144,12 +152,12 @@ def rotate_and_store(
     count, width, kv = qkv.shape[0], cache.width, cache.kv_heads
     q = qkv.new_empty(count, heads, width)
     k = qkv.new_empty(count if keep else 1, kv, width)
-    rows = 1 if count <= 512 else 8
+    rows = 8  # many small programs take longer to start than to run
     q_norm, k_norm = norms if norms is not None else (qkv, qkv)
     _rotate_kernel[(triton.cdiv(count, rows), heads + 2 * kv)](
         qkv, rotary, positions, places, q_norm, k_norm, q, k, cache.anchor, cache.offset, layer, cache.page_stride, count, eps,
         HEADS=heads, KV=kv, D=width, PAGE=cache.page_size, NORMED=norms is not None, ROWS=rows, KEEP=keep,
-        num_warps=1 if rows == 1 else 4,
+        num_warps=4, **early(qkv.device),
     )  # fmt: skip
     return q, k
 

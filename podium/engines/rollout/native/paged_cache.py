@@ -27,6 +27,8 @@ class PagedCache:
         self.page_stride = layers * 2 * kv_heads * page_size * width
         self.anchor = torch.zeros(64, dtype=dtype, device=device)
         self.offset = torch.zeros(1, dtype=torch.int64, device=device)
+        # Decode attention's count of the parts that are there, for each row and key head; zero between its launches.
+        self.arrived = torch.zeros(1 << 16, dtype=torch.int32, device=device)
         self.pages: Tensor | None = None
 
     @property

@@ -44,7 +44,9 @@ def _scan_kernel(LOGITS, WHICH, SLOTS, TEMPERATURE, TOP, SUM, BEST, vocabulary, 
     temperature = tl.where(temperature == 0.0, 1.0, temperature)
     at = block * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(WHICH + i).to(tl.int64)
-    x = tl.load(LOGITS + row * vocabulary + at, mask=at < vocabulary, other=float("-inf")).to(tl.float32) / temperature
+    x = tl.load(LOGITS + row * vocabulary + at, mask=at < vocabulary, other=float("-inf")).to(tl.float32)
+    if temperature != 1.0:  # a division takes as long as all the rest
+        x = x / temperature
     top = tl.max(x, 0)
     best = tl.min(tl.where(x == top, at, 2147483647), 0)
     shift = tl.where(top == float("-inf"), 0.0, top)
