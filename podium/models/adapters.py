@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from podium.core.errors import ConfigError, ModelError
 from podium.core.settings import LoraSettings
-from podium.models.quantization import dequantised, is_quantised
+from podium.models.quantization import dequantised, is_quantised, keep_format
 
 _NAME = "default"  # the adapter's name inside the model: peft's own default
 ADAPTER_FOLDER = "adapter"
@@ -66,6 +66,7 @@ def add_peft(model: Any, config: Any) -> None:
         raise ModelError(f"lora_dropout={config.lora_dropout}", remedy="set it to 0: " + NO_DROPOUT)
     if config.modules_to_save or config.bias != "none":
         raise ModelError("modules_to_save and bias are not trained beside an adapter", remedy="leave them at their defaults")
+    keep_format(model)
     try:
         peft.inject_adapter_in_model(config, model, adapter_name=_NAME)
     except ValueError as error:

@@ -24,7 +24,7 @@ from transformers.utils import logging as transformers_logging
 
 from podium.core.errors import ModelError, PodiumError
 from podium.core.files import writing
-from podium.models.quantization import quantized_loading
+from podium.models.quantization import keep_format, quantized_loading
 from podium.models.rope import scale_rope
 
 T = TypeVar("T")
@@ -242,7 +242,10 @@ def load_pretrained(
             remedy=f"it was not saved from an {auto_class.__name__}, or is incomplete: load another folder",
         )
     model = without_dropout(_without_quantization(model) if gguf else model)
-    return model if quantization != "none" else model.to(device)  # a quantised one was put there as it was read
+    if quantization == "none":
+        return model.to(device)
+    keep_format(model)
+    return model  # it was put there as it was read
 
 
 def _refuse_pickle(source: str) -> None:

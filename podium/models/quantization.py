@@ -53,6 +53,17 @@ def is_quantised(module: nn.Module) -> bool:
     return type(module).__module__.startswith("bitsandbytes")
 
 
+def keep_format(model: nn.Module) -> None:
+    """Keeps 4-bit weights in the form they were made in.
+
+    Where a CPU has AVX512-BF16, bitsandbytes rewrites a weight in place at the first pass in evaluation mode, for a kernel that
+    computes in bf16 and has no gradient: a training pass after that would give the adapters below it none.
+    """
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
+
+
 @torch.no_grad()
 def dequantised(layer: Any) -> Tensor:
     """A layer's weight as floating-point numbers, whatever form it is kept in; of a quantised layer `[out, in]`."""

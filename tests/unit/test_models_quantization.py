@@ -64,6 +64,18 @@ def test_the_base_stays_in_its_bits_and_the_adapter_learns(folder: str, kind: st
         rollout.step()
 
 
+def test_a_pass_in_evaluation_mode_takes_no_gradient_away(folder: str) -> None:
+    norms = []
+    for evaluated in (False, True):
+        model = quantised(folder, "4bit")
+        if evaluated:
+            with torch.no_grad():
+                model.eval()(torch.tensor([[5, 6, 7]]))
+        engine = SingleDeviceEngine(ActorModel(model), optimizer=OptimizerSettings(lr=1e-3))
+        norms.append(engine.update(rows(), supervised_loss()).mean("grad_norm"))
+    assert norms[0] == norms[1]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_gradient_is_the_same_for_any_micro_batches(folder: str, kind: str) -> None:
     norms = []
