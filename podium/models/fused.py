@@ -46,6 +46,11 @@ class FusedLayer:
     beside: dict[str, Beside] = field(default_factory=dict)
     """What adapters add to the products `qkv`, `out`, `gate_up` and `down`, where they have any."""
 
+    @property
+    def norms(self) -> tuple[Tensor, Tensor] | None:
+        """Those of queries and keys, where there are any."""
+        return None if self.q_norm is None or self.k_norm is None else (self.q_norm, self.k_norm)
+
     def plus(self, name: str, product: Tensor, x: Tensor) -> Tensor:
         """A product with what the adapters add to it for `x [N, width]`."""
         beside = self.beside.get(name)

@@ -22,6 +22,7 @@ from transformers import AutoModel, AutoModelForSequenceClassification, PreTrain
 from podium.algorithms.log_probs import log_probs_from_hidden
 from podium.core.errors import ModelError, did_you_mean
 from podium.models.adapters import ADAPTER_FOLDER, adapter_layers, merged, plain_of, save_adapter
+from podium.models.fused import can_fuse
 from podium.models.lm_head import (
     base_of,
     hidden_states,
@@ -64,7 +65,7 @@ class ActorModel(nn.Module):
 
     Args:
         model: a `transformers` causal LM. Its attention is switched to Podium's contexts where it can be; on a CPU its
-            weights are laid out for decoding (`store_by_columns`), else they are not touched.
+            weights may be laid out for decoding (`store_by_columns`), else they are not touched.
         temperature: divides the logits, as in sampling; 0 (greedy) counts as 1.
 
     Raises:
@@ -79,7 +80,8 @@ class ActorModel(nn.Module):
         self.temperature = temperature
         self.recompute: Recompute = "none"
         """What the backward pass computes again, to save memory."""
-        store_by_columns(model)
+        if can_fuse(base_of(model), adapters=True) is not None:  # else the rollout engine lays them together
+            store_by_columns(model)
         self.packs = packs(model, verify_head)
 
     @classmethod

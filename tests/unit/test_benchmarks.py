@@ -81,7 +81,7 @@ def test_the_roofline_s_stages_add_up():
         ("_swiglu_backward", "activation"),
         ("_statistics", "log-probs"),
         ("void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>", "optimizer"),
-        ("_decode_kernel", "attention"),
+        ("_own_kernel", "attention"),
         ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL", "communication"),
         ("Memcpy DtoD (Device -> Device)", "copies and fills"),
         ("aten::mm", "matrix products"),

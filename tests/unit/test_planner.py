@@ -18,6 +18,7 @@ from podium.core.errors import ConfigError, ModelError, ResourceError
 from podium.core.ranks import Ranks
 from podium.core.settings import LoraSettings, OptimizerSettings
 from podium.engines.base import Request, SamplingParams
+from podium.engines.rollout.native.cpu_products import Products
 from podium.engines.rollout.native.engine import NativeEngine, generating
 from podium.engines.train import SingleDeviceEngine
 from podium.models.adapters import add_lora
@@ -220,7 +221,7 @@ def test_a_rollout_s_pass_through_adapted_modules_takes_what_is_planned() -> Non
     add_lora(model, LoraSettings(rank=8))
     base = base_of(model)
     run = {"input_ids": torch.zeros(1, tokens, dtype=torch.int64), "use_cache": False, "podium_context": _Sees()}
-    with generating(model, base):
+    with generating(model, base, Products()):
         base(**run)
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as taken:
             base(**run)

@@ -1,4 +1,8 @@
-"""The two attention contexts of generation: prefill (packed prompts) and decode (one token a sequence, over the cache)."""
+"""The two passes of the engine with a slot a sequence: prefill (packed prompts) and decode (one token a sequence).
+
+Like those of the paged engine (`passes.py`) each is the attention context of the model's modules, and what `FusedForward`
+calls.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +11,40 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from podium.engines.rollout.native.kv_cache import KVCache
+from podium.engines.rollout.native.plain import angles, rotated
+from podium.models.fused import FusedLayer, FusedModel
 from podium.models.packed_attention import PackedAttention
 
 
-class PrefillAttention:
+class _Pass:
+    """What both have: `ids`, `positions` `[N]` of the tokens."""
+
+    ids: Tensor
+    positions: Tensor
+    _angles: tuple[Tensor, Tensor] | None = None
+
+    def _rotated(self, layer: FusedLayer, model: FusedModel, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if self._angles is None:
+            self._angles = angles(model.rotary, self.positions, qkv.dtype)
+        return rotated(qkv, self._angles, (model.heads, model.kv_heads, model.width), layer.norms, model.eps)
+
+
+class PrefillAttention(_Pass):
     """Causal attention over packed sequences that also files every key and value in the cache.
 
     Args:
         cache: with room for them.
-        lengths: of the packed sequences, in tokens.
+        texts: the sequences' tokens.
         slots: for each sequence the slots that get its keys and values (several for a group).
     """
 
-    def __init__(self, cache: KVCache, lengths: list[int], slots: list[list[int]], device: torch.device) -> None:
+    def __init__(self, cache: KVCache, texts: list[tuple[int, ...]], slots: list[list[int]], device: torch.device) -> None:
         self.cache = cache
+        lengths = [len(text) for text in texts]
+        self.ids = torch.tensor([token for text in texts for token in text]).to(device)
+        self.positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
+        self.last = (torch.tensor(lengths).cumsum(0) - 1).to(device)
+        self.form = (1, len(self.ids))
         self.packed = PackedAttention(torch.tensor(lengths, device=device))
         sources, places, start = [], [], 0
         for length, targets in zip(lengths, slots, strict=True):
@@ -30,6 +54,14 @@ class PrefillAttention:
                 places.append(token + slot * cache.capacity)
             start += length
         self.sources, self.places = torch.cat(sources).to(device), torch.cat(places).to(device)
+
+    def rotate_and_attend(self, index: int, layer: FusedLayer, model: FusedModel, qkv: Tensor) -> Tensor:
+        """`qkv [N, (H + 2K) D]` -> `[N, H D]`."""
+        q, k, v = self._rotated(layer, model, qkv)
+        self.cache.write(index, self.places, k[self.sources], v[self.sources])
+        rows = (x.transpose(0, 1)[None] for x in (q, k, v))
+        out = self.packed.attend(nn.Identity(), *rows, scaling=model.scaling, sliding_window=layer.window)
+        return out[0].flatten(1)
 
     def attend(
         self,
@@ -47,7 +79,7 @@ class PrefillAttention:
         return self.packed.attend(module, query, key, value, scaling=scaling, sliding_window=sliding_window, softcap=softcap)
 
 
-class DecodeAttention:
+class DecodeAttention(_Pass):
     """Attention of B new tokens, each over its own slot of the cache.
 
     Queries that share a key head are its rows in one product, so keys and values are read as they lie: nothing is
@@ -55,16 +87,27 @@ class DecodeAttention:
 
     Args:
         cache: with room for the new tokens.
-        lengths: `[B]` int64, each sequence's tokens with the new one; slot i belongs to row i.
+        tokens: the new one of each row.
+        lengths: each sequence's tokens with the new one; slot i belongs to row i.
         parts: row ranges (start, end) that attend together, up to the longest of their own lengths.
     """
 
-    def __init__(self, cache: KVCache, lengths: list[int], parts: list[tuple[int, int]], device: torch.device) -> None:
+    def __init__(
+        self, cache: KVCache, tokens: list[int], lengths: list[int], parts: list[tuple[int, int]], device: torch.device
+    ) -> None:
         self.cache = cache
+        self.ids = torch.tensor(tokens).to(device)
         self.lengths = torch.tensor(lengths, device=device)
-        self.places = torch.arange(len(lengths), device=device) * cache.capacity + self.lengths - 1
+        self.positions = self.lengths - 1
+        self.form = (len(tokens), 1)
+        self.places = torch.arange(len(lengths), device=device) * cache.capacity + self.positions
         self.parts = [(start, end, min(lengths[start:end]), max(lengths[start:end])) for start, end in parts]
         self._bias: dict[tuple[int, int | None], Tensor | None] = {}
+
+    def rotate_and_attend(self, index: int, layer: FusedLayer, model: FusedModel, qkv: Tensor) -> Tensor:
+        """`qkv [B, (H + 2K) D]` -> `[B, H D]`."""
+        q, k, v = self._rotated(layer, model, qkv)
+        return self._attend(index, q, k, v, model.scaling, layer.window, None).flatten(1)
 
     def attend(
         self,
@@ -77,19 +120,26 @@ class DecodeAttention:
         sliding_window: int | None = None,
         softcap: float | None = None,
     ) -> Tensor:
-        keys, values = self.cache.write(_layer(module), self.places, key[:, :, 0], value[:, :, 0])
-        rows, heads, _, width = query.shape
+        out = self._attend(_layer(module), query[:, :, 0], key[:, :, 0], value[:, :, 0], scaling, sliding_window, softcap)
+        return out[:, None]
+
+    def _attend(
+        self, index: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None, softcap: float | None
+    ) -> Tensor:
+        """`query [B, H, D]` over the cache with `key`, `value` `[B, K, D]` added to it -> `[B, H, D]`."""
+        keys, values = self.cache.write(index, self.places, key, value)
+        rows, heads, width = query.shape
         grouped = query.reshape(rows, key.shape[1], heads // key.shape[1], width)
         outs = []
         for start, end, shortest, longest in self.parts:
             # Of a window, what lies before the shortest sequence's is out of reach for all.
-            first = max(0, shortest - sliding_window) if sliding_window else 0
+            first = max(0, shortest - window) if window else 0
             k = keys[start:end, first:longest].transpose(1, 2)
             v = values[start:end, first:longest].transpose(1, 2)
-            bias = self._mask(start, end, first, shortest, longest, sliding_window, query.dtype)
+            bias = self._mask(start, end, first, shortest, longest, window, query.dtype)
             outs.append(_attend(grouped[start:end], k, v, bias, scaling, softcap))
         out = outs[0] if len(outs) == 1 else torch.cat(outs)
-        return out.reshape(rows, 1, heads, -1)
+        return out.reshape(rows, heads, -1)
 
     def _mask(
         self, start: int, end: int, first: int, shortest: int, longest: int, window: int | None, dtype: torch.dtype

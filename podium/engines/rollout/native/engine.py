@@ -23,17 +23,21 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from podium.core.errors import ModelError, RolloutError
 from podium.engines.base import Request, Trajectory
+from podium.engines.rollout.native import plain
 from podium.engines.rollout.native.attention import DecodeAttention, PrefillAttention
+from podium.engines.rollout.native.cpu_products import Products, products_for
 from podium.engines.rollout.native.kv_cache import KVCache, Prefix
+from podium.engines.rollout.native.passes import ModuleForward
+from podium.engines.rollout.native.prepare import forward_for, own_tokens, texts_of
 from podium.engines.rollout.native.sampler import Sampler
 from podium.engines.rollout.native.scheduler import Group, Scheduler, Sequence, row_parts
-from podium.engines.rollout.native.wide_products import products_for
 from podium.engines.rollout.requests import Limits
 from podium.engines.rollout.steering import Steering, steered
 from podium.engines.rollout.stopping import StopRule, end_token_ids
 from podium.models.attention import IMPLEMENTATION, use_podium_attention
 from podium.models.divided import tensor_ranks_of
 from podium.models.lm_head import base_of, lm_head_of, podium_attention, verify_head
+from podium.models.packed import Packed
 from podium.models.storage import Place, moved_parameters, storage_fingerprint, store_by_columns
 
 # Logits in fp32 at a time: 64 MiB.
@@ -89,12 +93,14 @@ class NativeEngine:
         self._ends = end_token_ids(model, tokenizer)
         self._limits = Limits.within_one_rotation(model)
         self._ranks = tensor_ranks_of(model)
-        if self._ranks is None:  # a divided model may be training's memory, which lies by rows
-            store_by_columns(model)
+        self._forward = forward_for(model, plain, self._limits.positions or 1 << 20, fused=True)
+        if isinstance(self._forward, ModuleForward) and self._ranks is None:
+            store_by_columns(model)  # a divided model may be training's memory, which lies by rows
         self._storage = storage_fingerprint(model)
+        self._products = products_for(model)
         try:
-            with podium_attention(model), generating(self.model, self.base):
-                verify_head(model)
+            with podium_attention(model), generating(self.model, self.base, self._products):
+                verify_head(model, self._hidden_of)
         except ModelError as error:
             raise ModelError(
                 f"the native rollout engine cannot run {type(model).__name__}: {error.what}", remedy="set rollout.engine=hf"
@@ -116,7 +122,7 @@ class NativeEngine:
 
         Raises RolloutError, naming request and position, where logits are not finite; nothing is advanced then.
         """
-        with generating(self.model, self.base):
+        with generating(self.model, self.base, self._products):
             if self._stale:
                 self._recompute()
             finished = self._decode() if self._scheduler.running else []
@@ -146,19 +152,21 @@ class NativeEngine:
         Raises RolloutError where a parameter is no longer where it was when the engine was made.
         """
         check_in_place(self.model, self._storage)
+        self._products.clear()
         self.policy_version = version
         self._stale = True
 
     def release(self) -> None:
-        """Frees the cache. Running requests stay; the next step computes theirs again."""
+        """Frees the cache and packed weights. Running requests stay; the next step computes theirs again."""
         self._cache.release()
+        self._products.clear()
         self._sampler.release()
         self._stale = True
 
     @property
     def cache_bytes(self) -> int:
-        """Memory held by the cache now, in bytes."""
-        return self._cache.bytes
+        """Memory held by the cache and by packed weights now, in bytes."""
+        return self._cache.bytes + self._products.bytes
 
     # ------------------------------------------------------------------ a step's parts
 
@@ -171,11 +179,9 @@ class NativeEngine:
             rows[:] = [rows[slot] for slot in order]
         lengths = [sequence.length for sequence in rows]
         self._reserve(max(lengths), used=len(rows))
-        device = self.model.device
-        context = DecodeAttention(self._cache, lengths, row_parts(lengths), device)
-        ids = torch.tensor([[sequence.tokens[-1]] for sequence in rows]).to(device)
-        hidden = self._forward(ids, context.lengths[:, None] - 1, context)[:, 0]
-        tokens, log_probs = self._sample(rows, hidden)
+        last = [sequence.tokens[-1] for sequence in rows]
+        step = DecodeAttention(self._cache, last, lengths, row_parts(lengths), self.model.device)
+        tokens, log_probs = self._sample(rows, self._forward(step))
         self.counters.decode_steps += 1
         return self._advance(0, tokens, log_probs)
 
@@ -230,19 +236,10 @@ class NativeEngine:
 
     def _run_packed(self, prefixes: list[tuple[int, ...]], slots: list[list[int]]) -> Tensor:
         """Runs the prefixes in one row, files their keys and values in the slots; the last hidden states `[S, H]`."""
-        device = self.model.device
-        lengths = [len(prefix) for prefix in prefixes]
-        context = PrefillAttention(self._cache, lengths, slots, device)
-        ids = torch.tensor([token for prefix in prefixes for token in prefix]).to(device)
-        positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
-        hidden = self._forward(ids[None], positions[None], context)[0]
-        self.counters.prefill_tokens += len(ids)
-        return hidden[(torch.tensor(lengths).cumsum(0) - 1).to(device)]
-
-    def _forward(self, ids: Tensor, positions: Tensor, context: PrefillAttention | DecodeAttention) -> Tensor:
-        """Last hidden states `[R, N, H]`."""
-        out = self.base(input_ids=ids, position_ids=positions, use_cache=False, podium_context=context)
-        return out.last_hidden_state
+        step = PrefillAttention(self._cache, prefixes, slots, self.model.device)
+        hidden = self._forward(step)
+        self.counters.prefill_tokens += len(hidden)
+        return hidden[step.last]
 
     def _sample(self, rows: list[Sequence], hidden: Tensor) -> tuple[list[int], list[float]]:
         """A token and its log-prob for each row, from its hidden state `[B, H]`."""
@@ -283,6 +280,15 @@ class NativeEngine:
         return finished
 
     # ------------------------------------------------------------------ housekeeping
+
+    def _hidden_of(self, base: PreTrainedModel, packed: Packed) -> Tensor:
+        """For `verify_head`: the packed tokens' last hidden states, by the pass that prefills."""
+        texts, counts = texts_of(packed)
+        self._cache.reserve(len(texts), max(map(len, texts)), most_rows=len(texts), most_length=max(map(len, texts)))
+        step = PrefillAttention(self._cache, texts, [[slot] for slot in range(len(texts))], base.device)
+        hidden = own_tokens(self._forward(step), texts, counts)
+        self._cache.release()
+        return hidden
 
     @torch.inference_mode()
     def _retire(self, slots: list[int]) -> None:
@@ -328,8 +334,8 @@ def check_in_place(model: PreTrainedModel, before: dict[str, Place]) -> None:
 
 
 @contextmanager
-def generating(model: PreTrainedModel, base: PreTrainedModel) -> Iterator[None]:
-    """Evaluation mode, no gradients, Podium's attention, products as they are quickest; modes are put back as they were."""
+def generating(model: PreTrainedModel, base: PreTrainedModel, products: Products) -> Iterator[None]:
+    """Evaluation mode, no gradients, Podium's attention, these products; modes are put back as they were."""
     training = [module for module in model.modules() if module.training] if model.training else []
     for module in training:
         module.training = False
@@ -337,7 +343,7 @@ def generating(model: PreTrainedModel, base: PreTrainedModel) -> Iterator[None]:
         if module.config._attn_implementation != IMPLEMENTATION:
             use_podium_attention(module)
     try:
-        with torch.inference_mode(), products_for(model):
+        with torch.inference_mode(), products:
             yield
     finally:
         for module in training:

@@ -25,6 +25,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from podium.engines.base import Request, Trajectory
+from podium.engines.rollout.native.cpu_products import products_for
 from podium.engines.rollout.native.engine import Counters, check_in_place, generating, not_finite
 from podium.engines.rollout.native.graphs import DecodeStep, Shape, bucket_of, splits_of
 from podium.engines.rollout.native.looks import Draws, Look, draw
@@ -106,7 +107,8 @@ class PagedEngine:
         self.state = RowState(max_concurrent, -(-longest // page_size), steps_per_look, self.device)
         self._sharing = SharingPlan(Tiles(max_concurrent, queries_of_a_key(self.base), self._cache.anchor.dtype, self.device))
         self._forward = forward_for(model, self._ops, longest, fused=fused)
-        with generating(self.model, self.base):
+        self._products = products_for(model)
+        with generating(self.model, self.base, self._products):
             check(model, self._forward, self._ops, self._cache)
         self._decode = DecodeStep(
             self._forward, self.head.logits, self._ops, self._cache, self.state, graphs=graphs and self.device.type == "cuda"
@@ -132,7 +134,7 @@ class PagedEngine:
         Raises RolloutError, naming request and position, where logits are not finite: the request waits again, with what
         it had before.
         """
-        with generating(self.model, self.base):
+        with generating(self.model, self.base, self._products):
             if self._stale:
                 self._restart()
             self._wake()
@@ -173,22 +175,24 @@ class PagedEngine:
         """
         check_in_place(self.model, self._storage)
         self._read_all()
+        self._products.clear()
         if isinstance(self._forward, FusedForward):
             self._forward.model.refresh()
         self.policy_version = version
         self._stale = True
 
     def release(self) -> None:
-        """Gives the cache's memory back. Running requests stay; the next step computes theirs again."""
+        """Gives the memory of the cache and of packed weights back. Running requests stay; the next step computes theirs again."""
         self._read_all()
         self._restart()
         self._scheduler.pool = None
         self._cache.release()
+        self._products.clear()
 
     @property
     def cache_bytes(self) -> int:
-        """Memory held by the cache now, in bytes."""
-        return self._cache.bytes
+        """Memory held by the cache and by packed weights now, in bytes."""
+        return self._cache.bytes + self._products.bytes
 
     @property
     def preemptions(self) -> int:

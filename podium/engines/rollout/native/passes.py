@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -87,7 +87,7 @@ class DecodePass:
     def rotate_and_attend(self, index: int, layer: FusedLayer, model: FusedModel, qkv: Tensor) -> Tensor:
         """`qkv [B, (H + 2K) D]` -> `[B, H D]`."""
         q, _ = self.ops.rotate_and_store(
-            qkv, model.rotary, self.positions, self.places, self.cache, index, _norms(layer), model.eps, model.heads, keep=False
+            qkv, model.rotary, self.positions, self.places, self.cache, index, layer.norms, model.eps, model.heads, keep=False
         )
         return self._decode(q, index, model.scaling, layer.window, None).flatten(1)
 
@@ -143,7 +143,7 @@ class PrefillPass:
     def rotate_and_attend(self, index: int, layer: FusedLayer, model: FusedModel, qkv: Tensor) -> Tensor:
         """`qkv [N, (H + 2K) D]` -> `[N, H D]`."""
         q, k = self.ops.rotate_and_store(
-            qkv, model.rotary, self.positions, self.places, self.cache, index, _norms(layer), model.eps, model.heads, keep=True
+            qkv, model.rotary, self.positions, self.places, self.cache, index, layer.norms, model.eps, model.heads, keep=True
         )
         v = qkv.view(len(qkv), -1, model.width)[:, -model.kv_heads :]
         return self._attend(nn.Identity(), index, q, k, v, model.scaling, layer.window, None).flatten(1)
@@ -237,11 +237,20 @@ def _layer(module: nn.Module, key: Tensor, value: Tensor, cache: PagedCache) -> 
     return index
 
 
-def _norms(layer: FusedLayer) -> tuple[Tensor, Tensor] | None:
-    return None if layer.q_norm is None or layer.k_norm is None else (layer.q_norm, layer.k_norm)
-
-
 # ------------------------------------------------------------------ running the model
+
+
+class Step(Protocol):
+    """The tokens of a pass and where they stand, `[N]`; it is the attention context of the model's modules."""
+
+    ids: Tensor
+    positions: Tensor
+    form: tuple[int, int]
+    """Rows and tokens of a row, as the modules get them."""
+
+    def rotate_and_attend(self, index: int, layer: FusedLayer, model: FusedModel, qkv: Tensor) -> Tensor:
+        """`qkv [N, (H + 2K) D]` of a layer -> `[N, H D]`."""
+        ...
 
 
 class ModuleForward:
@@ -250,7 +259,7 @@ class ModuleForward:
     def __init__(self, base: PreTrainedModel) -> None:
         self.base = base
 
-    def __call__(self, step: DecodePass | PrefillPass) -> Tensor:
+    def __call__(self, step: Step) -> Tensor:
         """Last hidden states `[N, hidden]` of the pass's tokens."""
         ids, positions = step.ids.view(step.form), step.positions.view(step.form)
         out = self.base(input_ids=ids, position_ids=positions, use_cache=False, podium_context=step)
@@ -263,7 +272,7 @@ class FusedForward:
     def __init__(self, model: FusedModel, ops: ModuleType, ranks: TensorRanks | None = None) -> None:
         self.model, self.ops, self.ranks = model, ops, ranks
 
-    def __call__(self, step: DecodePass | PrefillPass | MixedPass) -> Tensor:
+    def __call__(self, step: Step | MixedPass) -> Tensor:
         """Last hidden states `[N, hidden]` of the pass's tokens."""
         ops, eps = self.ops, self.model.eps
         x, residual = F.embedding(step.ids, self.model.embedding), None

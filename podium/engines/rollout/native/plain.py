@@ -27,14 +27,29 @@ def rotate_and_store(
     qkv: Tensor, rotary: Tensor, positions: Tensor, places: Tensor, cache: Any, layer: int, norms: tuple[Tensor, Tensor] | None,
     eps: float, heads: int, *, keep: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    width, kv = cache.width, cache.kv_heads
-    q, k, v = qkv.view(len(qkv), -1, width).split([heads, kv, kv], 1)
-    if norms is not None:
-        q, k = add_rms_norm(q, None, norms[0], eps)[0], add_rms_norm(k, None, norms[1], eps)[0]
-    cosine, sine = (part[:, None].repeat(1, 1, 2).to(q.dtype) for part in rotary[positions].chunk(2, -1))
-    q, k = (x * cosine + torch.cat([-x[..., width // 2 :], x[..., : width // 2]], -1) * sine for x in (q, k))
+    q, k, v = rotated(qkv, angles(rotary, positions, qkv.dtype), (heads, cache.kv_heads, cache.width), norms, eps)
     store(k, v, places, cache, layer)
     return q, k
+
+
+def angles(rotary: Tensor, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of the positions, `[N, 1, D]` each; of the first half the sine is negative (`rotated`)."""
+    cosine, sine = rotary[positions][:, None].to(dtype).chunk(2, -1)
+    return torch.cat([cosine, cosine], -1), torch.cat([-sine, sine], -1)
+
+
+def rotated(
+    qkv: Tensor, angles: tuple[Tensor, Tensor], shape: tuple[int, int, int], norms: tuple[Tensor, Tensor] | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`qkv [N, (H + 2K) D]` (H, K, D: `shape`) -> queries `[N, H, D]` and keys `[N, K, D]`, both rotated, and values."""
+    heads, kv, width = shape
+    all_heads = qkv.view(len(qkv), -1, width)
+    turned, v = all_heads[:, : heads + kv], all_heads[:, heads + kv :]
+    if norms is not None:
+        q, k = turned.split([heads, kv], 1)
+        turned = torch.cat([add_rms_norm(q, None, norms[0], eps)[0], add_rms_norm(k, None, norms[1], eps)[0]], 1)
+    turned = turned * angles[0] + turned.roll(width // 2, -1) * angles[1]
+    return turned[:, :heads], turned[:, heads:], v
 
 
 def store(keys: Tensor, values: Tensor, places: Tensor, cache: Any, layer: int) -> None:

@@ -96,13 +96,11 @@ def check(model: PreTrainedModel, forward: Forward, ops: ModuleType, cache: Page
     """
 
     def hidden_of(base: PreTrainedModel, packed: Packed) -> Tensor:
-        texts, counts = _texts(packed)
+        texts, counts = texts_of(packed)
         each = -(-max(map(len, texts)) // cache.page_size)
         cache.allocate(each * len(texts))
         pieces = [Piece(text, list(range(i * each, (i + 1) * each)), 0, len(text)) for i, text in enumerate(texts)]
-        hidden = forward(PrefillPass(ops, cache, pieces, base.device))
-        parts = hidden.split([len(text) for text in texts])
-        return torch.cat([part[-n:] for part, n in zip(parts, counts, strict=True)])
+        return own_tokens(forward(PrefillPass(ops, cache, pieces, base.device)), texts, counts)
 
     try:
         with podium_attention(model):
@@ -115,7 +113,13 @@ def check(model: PreTrainedModel, forward: Forward, ops: ModuleType, cache: Page
         cache.pages = None
 
 
-def _texts(packed: Packed) -> tuple[list[tuple[int, ...]], list[int]]:
+def own_tokens(hidden: Tensor, texts: list[tuple[int, ...]], counts: list[int]) -> Tensor:
+    """Of the hidden states of `texts_of`'s texts, one after the other, those of each run's own tokens."""
+    parts = hidden.split([len(text) for text in texts])
+    return torch.cat([part[-n:] for part, n in zip(parts, counts, strict=True)])
+
+
+def texts_of(packed: Packed) -> tuple[list[tuple[int, ...]], list[int]]:
     """Each run of a packed row with its parent's tokens before it, and how many tokens are its own."""
     runs = [tuple(run.tolist()) for run in packed.ids.split(packed.lengths.tolist())]
     parents = packed.parents.tolist()
