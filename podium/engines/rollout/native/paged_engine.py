@@ -182,7 +182,7 @@ class PagedEngine:
         self._stale = True
 
     def release(self) -> None:
-        """Gives the memory of the cache and of packed weights back. Running requests stay; the next step computes theirs again."""
+        """Frees the cache and packed weights. Running requests stay; the next step computes theirs again."""
         self._read_all()
         self._restart()
         self._scheduler.pool = None
