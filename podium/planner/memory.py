@@ -23,6 +23,8 @@ BUCKET = 256 * MiB
 STAGED = 1 << 25
 """Weights whose gradients go to the host together (`engines.train.offload`); two such parts are under way."""
 PREFILL_TOKENS = {"cuda": 16384, "cpu": 4096}
+# Parameters of the smallest model whose weights a CPU packs for generation (`engines.rollout.native.cpu_products`).
+LEAST_PACKED = 1 << 23
 LOGITS_ROWS = 256
 PAGE = 64
 WORKSPACE = 32 * MiB
@@ -312,8 +314,16 @@ def cache_bytes(spec: RoleSpec, rows: int, tokens: int, tensor: int = 1) -> floa
     return rows * max(64, tokens) * each
 
 
+def packed_bytes(spec: RoleSpec) -> float:
+    """A CPU's linear layers and head once more, in the order of its kernels, for as long as it generates."""
+    if spec.cuda or spec.shape.total < LEAST_PACKED:
+        return 0.0
+    of_layers = 0.0 if spec.quantization != "none" else spec.shape.in_layers / spec.tensor
+    return spec.itemsize * (of_layers + spec.shape.vocabulary * spec.shape.hidden)
+
+
 def decode_bytes(spec: RoleSpec, rows: int, prompt_tokens: int) -> float:
-    """Beside the cache: a prefill's intermediate results, and the logits of the rows that are decoded.
+    """Beside the cache: a prefill's intermediate results, and the logits of the rows that are decoded; packed weights.
 
     On a GPU decoding is recorded, on a stream of its own; what a recording works in stays its own, so both are counted.
     """
@@ -324,7 +334,7 @@ def decode_bytes(spec: RoleSpec, rows: int, prompt_tokens: int) -> float:
     if spec.cuda:
         return passes + rows * spec.shape.vocabulary * (spec.itemsize + 4) + spec.workspace
     logits = min(rows, LOGITS_ROWS) * spec.shape.vocabulary * 8 + rows * spec.shape.vocabulary * (spec.itemsize + 8)
-    return passes + logits
+    return passes + logits + packed_bytes(spec)
 
 
 def _adapted_pass(spec: RoleSpec, tokens: int) -> float:

@@ -17,7 +17,7 @@ from podium.algorithms import Loss, supervised_loss, value_loss
 from podium.core.batch import Batch
 from podium.core.errors import CheckpointError, ConfigError, ModelError
 from podium.core.settings import LoraSettings, ModelSettings, OptimizerSettings
-from podium.engines.base import Request, SamplingParams
+from podium.engines.base import Request, SamplingParams, Trajectory
 from podium.engines.rollout import create_rollout_engine
 from podium.engines.rollout.hf import HFEngine
 from podium.engines.rollout.native.engine import NativeEngine
@@ -204,6 +204,29 @@ def test_native_rollout_goes_on_after_updates_over_the_same_memory() -> None:
     engine = SingleDeviceEngine(ActorModel(model), optimizer=FAST)
     sft(engine)
     rollout.update_weights(engine.policy_version)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_native_rollout_sees_what_an_update_made_of_the_adapter(dtype: torch.dtype) -> None:
+    model = adapted(dtype=dtype)
+    rollout = NativeEngine(model, tiny_tokenizer())
+    request = Request((5, 6, 7), SamplingParams(max_new_tokens=12), seed=3)
+    before = sampled(rollout, request)
+    engine = SingleDeviceEngine(ActorModel(model), optimizer=FAST)
+    sft(engine)
+    rollout.update_weights(engine.policy_version)
+    after = sampled(rollout, request)
+    fresh = sampled(NativeEngine(model, tiny_tokenizer()), request)
+    assert after.response_ids == fresh.response_ids
+    assert after.segments[0].log_probs == fresh.segments[0].log_probs != before.segments[0].log_probs
+
+
+def sampled(engine: NativeEngine, request: Request) -> Trajectory:
+    engine.submit(request)
+    while engine.pending:
+        for trajectory in engine.step():
+            return trajectory
+    raise AssertionError
 
 
 def test_critic_trains_its_adapter_and_its_head() -> None:

@@ -18,6 +18,7 @@ from podium.core.errors import ConfigError, ModelError, ResourceError
 from podium.core.ranks import Ranks
 from podium.core.settings import LoraSettings, OptimizerSettings
 from podium.engines.base import Request, SamplingParams
+from podium.engines.rollout.native import cpu_products
 from podium.engines.rollout.native.cpu_products import Products
 from podium.engines.rollout.native.engine import NativeEngine, generating
 from podium.engines.train import SingleDeviceEngine
@@ -25,9 +26,10 @@ from podium.models.adapters import add_lora
 from podium.models.heads import ActorModel, CriticModel
 from podium.models.lm_head import base_of
 from podium.models.packed import pack
+from podium.planner import memory
 from podium.planner.devices import DEVICES, load_cluster, this_machine
 from podium.planner.host import PROCESS, state_bytes
-from podium.planner.memory import RoleSpec, _adapted_pass, cache_bytes, generation_copy
+from podium.planner.memory import RoleSpec, _adapted_pass, cache_bytes, generation_copy, packed_bytes
 from podium.planner.shapes import ModelShape, shape_at, shape_of
 from podium.planner.throughput import decode_step_seconds
 from podium.recipes import load
@@ -175,6 +177,20 @@ def test_keys_and_values_are_those_of_the_native_engine() -> None:
         held = max(held, engine._cache.bytes)
     assert held <= cache_bytes(spec(model), 5, 93)
     assert held in (cache_bytes(spec(model), 5, 93), cache_bytes(spec(model), 5, 64))  # 64: all ended early
+
+
+def test_packed_weights_are_those_of_the_native_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not cpu_products.can_pack(torch.float32):
+        pytest.skip("this torch has no oneDNN")
+    model = tiny_model()
+    assert packed_bytes(spec(model)) == 0  # too small
+    for module, name in ((cpu_products, "_LEAST_PARAMETERS"), (cpu_products, "_LEAST_WEIGHT"), (memory, "LEAST_PACKED")):
+        monkeypatch.setattr(module, name, 0)
+    engine = NativeEngine(model, tiny_tokenizer())
+    engine.submit(Request((1, 20, 30), SamplingParams(max_new_tokens=5)))
+    engine.step()
+    assert engine._products.bytes == pytest.approx(packed_bytes(spec(model)), rel=0.01)  # the norms are not packed
+    assert packed_bytes(spec(model, cuda=True)) == 0
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])

@@ -115,6 +115,19 @@ def test_the_product_is_of_the_weight_as_it_is_now(dtype: torch.dtype, way: str)
     torch.testing.assert_close(after, layer(x).detach(), rtol=1e-2, atol=1e-2)
 
 
+def test_only_the_model_s_own_weights_are_packed() -> None:
+    """One that is made anew at each call would be packed, and kept, at each call."""
+    layer, x = torch.nn.Linear(256, 512, bias=False), torch.randn(4, 256)
+    products = PackedProducts(layer)
+    with torch.inference_mode(), products:
+        made = F.linear(x, layer.weight * 2)
+        assert products.bytes == 0
+        part = F.linear(x, layer.weight[:300])  # rows of it, as fused layers have them, are its memory
+    torch.testing.assert_close(made, 2 * layer(x).detach())
+    torch.testing.assert_close(part, layer(x)[:, :300].detach())
+    assert products.bytes == 300 * 256 * 4
+
+
 def test_an_engine_packs_for_a_rollout_and_gives_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
     if not can_pack(torch.float32):
         pytest.skip("this torch has no oneDNN")

@@ -94,6 +94,7 @@ class PackedProducts(TorchFunctionMode, Products):
         super().__init__()
         self._parameters = list(model.parameters())
         self._mark: list[tuple[int, int]] = []
+        self._memory: set[int] = set()
         # The weight stands beside what was made of it, so that no other object gets its id.
         self._packed: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -101,22 +102,31 @@ class PackedProducts(TorchFunctionMode, Products):
         mark = [(p._version, p.data_ptr()) for p in self._parameters]
         if mark != self._mark:
             self._packed.clear()
-            self._mark = mark
+            self._mark, self._memory = mark, {p.untyped_storage().data_ptr() for p in self._parameters}
         return super().__enter__()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is F.linear and not kwargs and args[1].numel() >= _LEAST_WEIGHT and args[1].dtype == args[0].dtype:
-            return _product(args[0], self._pack(args[1]), args[2] if len(args) > 2 else None)
+        if func is F.linear and not kwargs:
+            x, weight, *bias = args
+            packed = self._pack(weight) if weight.dtype == x.dtype else None
+            if packed is not None:
+                return _product(x, packed, bias[0] if bias else None)
         return func(*args, **(kwargs or {}))
 
-    def _pack(self, weight: Tensor) -> Tensor:
+    def _pack(self, weight: Tensor) -> Tensor | None:
+        """The weight packed; None for one that is too small, or is not the model's own (made anew from 4 bits, say)."""
         known = self._packed.get(id(weight))
-        if known is None:
-            packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _PACKED_FOR)
-            known = self._packed[id(weight)] = (weight, packed)
-        return known[1]
+        if known is not None:
+            return known[1]
+        if weight.numel() < _LEAST_WEIGHT or type(weight) not in (Tensor, nn.Parameter):
+            return None
+        if weight.untyped_storage().data_ptr() not in self._memory:
+            return None
+        packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _PACKED_FOR)
+        self._packed[id(weight)] = (weight, packed)
+        return packed
 
     def clear(self) -> None:
         self._packed.clear()

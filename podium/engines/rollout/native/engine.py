@@ -88,7 +88,7 @@ class NativeEngine:
         self._scheduler = Scheduler(max_concurrent, max_cache_tokens)
         self._cache, self._sampler = KVCache(), Sampler()
         self._prefixes: dict[tuple[int, ...], Prefix] = {}
-        self._stale = False
+        self._stale = True  # what was written between now and the first step is seen
         self._ids = count()
         self._ends = end_token_ids(model, tokenizer)
         self._limits = Limits.within_one_rotation(model)
@@ -220,6 +220,7 @@ class NativeEngine:
 
     def _recompute(self) -> None:
         """Fills the cache again, under the weights as they are now: each running sequence but for its last token."""
+        self._forward.refresh()
         self._prefixes.clear()
         rows = self._scheduler.running
         if rows:

@@ -176,8 +176,7 @@ class PagedEngine:
         check_in_place(self.model, self._storage)
         self._read_all()
         self._products.clear()
-        if isinstance(self._forward, FusedForward):
-            self._forward.model.refresh()
+        self._forward.refresh()
         self.policy_version = version
         self._stale = True
 

@@ -259,6 +259,9 @@ class ModuleForward:
     def __init__(self, base: PreTrainedModel) -> None:
         self.base = base
 
+    def refresh(self) -> None:
+        """Nothing is kept of the parameters' values."""
+
     def __call__(self, step: Step) -> Tensor:
         """Last hidden states `[N, hidden]` of the pass's tokens."""
         ids, positions = step.ids.view(step.form), step.positions.view(step.form)
@@ -271,6 +274,10 @@ class FusedForward:
 
     def __init__(self, model: FusedModel, ops: ModuleType, ranks: TensorRanks | None = None) -> None:
         self.model, self.ops, self.ranks = model, ops, ranks
+
+    def refresh(self) -> None:
+        """Takes the parameters' values of now, after an update wrote them."""
+        self.model.refresh()
 
     def __call__(self, step: Step | MixedPass) -> Tensor:
         """Last hidden states `[N, hidden]` of the pass's tokens."""
