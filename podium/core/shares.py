@@ -94,7 +94,8 @@ def _deal_groups(costs: Tensor, prompts: Prompts, work: Work, parts: int) -> lis
         torch.isin(groups, torch.tensor(numbers, dtype=torch.int64)).nonzero()[:, 0] for numbers in _longest_first(whole, parts)
     ]
     by_row: list[Share] = [torch.tensor(sorted(rows), dtype=torch.int64) for rows in _longest_first(costs, parts)]
-    return min((in_a_row, by_group, by_row), key=largest)
+    by_own_cost: list[Share] = list(_consecutive(costs, parts))  # in a row too, each row with all of its prompt
+    return min((in_a_row, by_own_cost, by_group, by_row), key=largest)
 
 
 def _consecutive(costs: Tensor, parts: int) -> list[slice]:

@@ -24,8 +24,6 @@ from podium.models.shared_attention import SharedPromptAttention, make_layout
 _SHORTEST_SHARE = 0.71
 # Below so many tokens one more call costs more than the padding.
 _FREE_PADDING = 16
-# A CPU's kernel takes two to three times as long as fp32's for the backward pass of 16-bit runs up to this length.
-_SHORT_RUN = 128
 
 
 @dataclass(frozen=True)
@@ -283,14 +281,9 @@ class PackedAttention:
         # A CPU shares key/value heads within the kernel; CUDA's fp32 kernel wants them copied, else it keeps [T, T] scores.
         if q.is_cuda and q.shape[1] != k.shape[1]:
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-        dtype = q.dtype
-        if not q.is_cuda and dtype in (torch.bfloat16, torch.float16) and q.requires_grad and bucket.longest <= _SHORT_RUN:
-            q, k, v = q.float(), k.float(), v.float()
-            mask = None if mask is None else mask.float()
-        out = F.scaled_dot_product_attention(
+        return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=causal, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
         )
-        return out.to(dtype)
 
     def _mask(self, number: int, bucket: _Bucket, window: int | None, device: torch.device) -> Tensor:
         """Bool `[b or 1, 1, T, before + T]`: which keys each query sees: its prompt's and its run's up to itself, as far as

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -87,6 +87,7 @@ def test_shares_of_ranks(drawn: list[tuple[int, int]], ranks: int, work: Work) -
     st.integers(1, 8),
     st.sampled_from(WORKS),
 )
+@example([217, 253, 271, 369, 621, 110, 2, 0, 125, 611, 516, 547, 509], 4, 3, WORKS[3])  # in a row by their own cost is best
 def test_shares_of_groups(responses: list[int], group: int, ranks: int, work: Work) -> None:
     """No row lost; with prompts counted once in each share, no costlier than single rows dealt by their own cost."""
     prompts = [[3 + i // group] * (40 + 97 * (i // group) % 500) for i in range(len(responses))]

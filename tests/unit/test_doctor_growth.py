@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import random
 from pathlib import Path
 from typing import Any
@@ -87,10 +88,11 @@ def test_a_resumed_run_is_judged_by_its_last_process(tmp_path: Path) -> None:
 @pytest.mark.skipif(resident_mb() is None, reason="the system does not say what a process holds")
 @pytest.mark.parametrize("planted", [True, False])
 def test_a_leak_planted_in_a_reward_of_a_real_run(planted: bool, tmp_path: Path) -> None:
-    kept: list[bytearray] = []
+    kept: list[mmap.mmap] = []
 
     def judge(completions: list[str], **columns: Any) -> list[float]:
-        junk = bytearray(b"x" * 600_000)
+        junk = mmap.mmap(-1, 600_000)  # not from what earlier tests of this process gave back to its heap
+        junk.write(b"x" * 600_000)
         if planted:
             kept.append(junk)
         return [float(len(c) % 5) for c in completions]

@@ -26,7 +26,7 @@ from podium.models.adapters import add_lora
 from podium.models.heads import ActorModel, CriticModel
 from podium.models.lm_head import base_of
 from podium.models.packed import pack
-from podium.planner import memory
+from podium.planner import memory as planned_memory
 from podium.planner.devices import DEVICES, load_cluster, this_machine
 from podium.planner.host import PROCESS, state_bytes
 from podium.planner.memory import RoleSpec, _adapted_pass, cache_bytes, generation_copy, packed_bytes
@@ -184,7 +184,11 @@ def test_packed_weights_are_those_of_the_native_engine(monkeypatch: pytest.Monke
         pytest.skip("this torch has no oneDNN")
     model = tiny_model()
     assert packed_bytes(spec(model)) == 0  # too small
-    for module, name in ((cpu_products, "_LEAST_PARAMETERS"), (cpu_products, "_LEAST_WEIGHT"), (memory, "LEAST_PACKED")):
+    for module, name in (
+        (cpu_products, "_LEAST_PARAMETERS"),
+        (cpu_products, "_LEAST_WEIGHT"),
+        (planned_memory, "LEAST_PACKED"),
+    ):
         monkeypatch.setattr(module, name, 0)
     engine = NativeEngine(model, tiny_tokenizer())
     engine.submit(Request((1, 20, 30), SamplingParams(max_new_tokens=5)))

@@ -105,6 +105,7 @@ class NativeEngine:
             raise ModelError(
                 f"the native rollout engine cannot run {type(model).__name__}: {error.what}", remedy="set rollout.engine=hf"
             ) from error
+        self._products.clear()  # the model's own modules multiply by the weights one by one
 
     # ------------------------------------------------------------------ the interface
 

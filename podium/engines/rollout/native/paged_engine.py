@@ -110,6 +110,7 @@ class PagedEngine:
         self._products = products_for(model)
         with generating(self.model, self.base, self._products):
             check(model, self._forward, self._ops, self._cache)
+        self._products.clear()  # the model's own modules multiply by the weights one by one
         self._decode = DecodeStep(
             self._forward, self.head.logits, self._ops, self._cache, self.state, graphs=graphs and self.device.type == "cuda"
         )
