@@ -50,6 +50,9 @@ def _cost(part: Tensor, lengths: Tensor, responses: Tensor, prompts: Prompts, wo
 
 @settings(max_examples=60, deadline=None)
 @given(ROWS, st.lists(st.integers(0, 5), min_size=60, max_size=60), st.integers(200, 8_000), st.sampled_from(WORKS))
+@example(
+    [(1, 16), (1, 145), (1, 89)], [0] * 60, 200, Work()
+)  # parts of a group meet in one micro-batch: its prompt counts once
 def test_micro_batches(drawn: list[tuple[int, int]], groups: list[int], budget: int, work: Work) -> None:
     """No row lost, no budget exceeded (but by a row alone), no more of them and none costlier than by tokens."""
     of_row = groups[: len(drawn)]

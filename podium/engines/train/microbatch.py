@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -51,13 +52,21 @@ def plan(
         prompts = Prompts(rows, rows, torch.zeros_like(lengths))
     costs_of_rows = work.of(lengths, responses).tolist()
     costs_of_prompts = work.of(prompts.lengths).tolist()
+    prompt_of_row = prompts.of_row.tolist()
     units = _units(lengths, budget, keep_together, prompts)
     sizes = [unit.tokens for unit in units]
-    costs = [unit.cost(prompts, costs_of_rows, costs_of_prompts) for unit in units]
+
+    def cost_of(members: list[int]) -> int:
+        """The work of these units in one micro-batch: a prompt that several of them have once."""
+        rows = [row for unit in members for row in units[unit].rows]
+        have = [prompt_of_row[row] for row in rows]
+        own = sum(costs_of_rows[row] - costs_of_prompts[prompt] for row, prompt in zip(rows, have, strict=True))
+        return own + sum(costs_of_prompts[prompt] for prompt in set(have))
+
     alone = [[number] for number, size in enumerate(sizes) if size > budget]
     rest = [number for number, size in enumerate(sizes) if size <= budget]
-    bins = alone + _fill(rest, sizes, costs, budget)
-    bins.sort(key=lambda members: (-sum(costs[unit] for unit in members), min(units[unit].rows[0] for unit in members)))
+    bins = alone + _fill(rest, sizes, cost_of, budget)
+    bins.sort(key=lambda members: (-cost_of(members), min(units[unit].rows[0] for unit in members)))
     return [torch.tensor(sorted(row for unit in members for row in units[unit].rows)) for members in bins]
 
 
@@ -67,13 +76,6 @@ class _Unit:
 
     rows: list[int]
     tokens: int
-
-    def cost(self, prompts: Prompts, rows: list[int], of_prompts: list[int]) -> int:
-        """Its work, each prompt's once, from that of whole rows and of prompts alone."""
-        have = [int(prompts.of_row[row]) for row in self.rows]
-        return sum(rows[row] - of_prompts[prompt] for row, prompt in zip(self.rows, have, strict=True)) + sum(
-            of_prompts[prompt] for prompt in set(have)
-        )
 
 
 def _units(lengths: Tensor, budget: int, keep_together: Tensor | None, prompts: Prompts) -> list[_Unit]:
@@ -103,7 +105,7 @@ def _units(lengths: Tensor, budget: int, keep_together: Tensor | None, prompts: 
     return units
 
 
-def _fill(units: list[int], sizes: list[int], costs: list[int], budget: int) -> list[list[int]]:
+def _fill(units: list[int], sizes: list[int], cost_of: Callable[[list[int]], int], budget: int) -> list[list[int]]:
     """Units into bins of at most `budget` tokens: as many as balancing by tokens needs, and of work as even as can be.
 
     Work that is even can leave tokens uneven, and then a unit may find no room: then the bins are those balanced by tokens.
@@ -113,14 +115,10 @@ def _fill(units: list[int], sizes: list[int], costs: list[int], budget: int) -> 
     count = max(1, -(-sum(sizes[unit] for unit in units) // budget))
     while (by_tokens := _balanced(units, sizes, sizes, budget, count)) is None:
         count += 1
-    by_cost = _balanced(units, costs, sizes, budget, count)
-    if by_cost is None or _most(by_tokens, costs) < _most(by_cost, costs):
+    by_cost = _balanced(units, [cost_of([unit]) for unit in range(len(sizes))], sizes, budget, count)
+    if by_cost is None or max(map(cost_of, by_tokens)) < max(map(cost_of, by_cost)):
         by_cost = by_tokens
     return [members for members in by_cost if members]
-
-
-def _most(bins: list[list[int]], costs: list[int]) -> int:
-    return max(sum(costs[unit] for unit in members) for members in bins)
 
 
 def _balanced(units: list[int], costs: list[int], sizes: list[int], budget: int, count: int) -> list[list[int]] | None:
