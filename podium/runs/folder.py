@@ -25,9 +25,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from podium.core.jsonable import jsonable
 from podium.core.errors import ConfigError
 from podium.core.files import writing
+from podium.core.jsonable import jsonable
 
 MOST_KEPT, MOST_ALARMS = 20, 1000
 MOST_SAMPLES, NEWEST_SAMPLES = 1000, 200

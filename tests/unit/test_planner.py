@@ -184,6 +184,7 @@ def test_packed_weights_are_those_of_the_native_engine(monkeypatch: pytest.Monke
         pytest.skip("this torch has no oneDNN")
     model = tiny_model()
     assert packed_bytes(spec(model)) == 0  # too small
+    assert planned_memory.LEAST_PACKED == cpu_products._LEAST_PARAMETERS
     for module, name in (
         (cpu_products, "_LEAST_PARAMETERS"),
         (cpu_products, "_LEAST_WEIGHT"),
